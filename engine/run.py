@@ -1,0 +1,50 @@
+"""The training loop: sample, grade, train, sync; evaluated before and after."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from engine.evaluate import paired_bootstrap
+from engine.gates import check_gates
+from engine.parts import Parts, timed
+from engine.recipe import Recipe
+from engine.record import Console, export_adapter, step_metrics, summarise
+from engine.snapshot import Snapshot
+
+
+def run(recipe: Recipe, folder: Path, snapshot: Snapshot, cores: int) -> dict[str, Any]:
+    """Train as the recipe says, into `folder`; the summary, which is also summary.json."""
+    with ExitStack() as stack:
+        parts = Parts(recipe, folder, snapshot, cores, stack)
+        console = stack.enter_context(Console(recipe.run.steps))
+        before = parts.evaluate(console, "before")
+        history: list[dict[str, float]] = []
+        for step in range(1, recipe.run.steps + 1):
+            seconds: dict[str, float] = {}
+            tasks = parts.curriculum.take(recipe.rollout.prompts_per_step)
+            groups = parts.sample_and_grade(tasks, recipe.rollout.group_size, f"step-{step}", seconds)
+            with timed(seconds, "train"):
+                advantages = parts.trainer.advantages(groups)
+                stats = parts.trainer.step(groups, advantages, step)
+            with timed(seconds, "sync"):
+                canary = parts.sync(version=step, changed=not stats.skipped)
+            history.append(step_metrics(groups, advantages, stats, seconds, canary))
+            parts.record.metrics(step, history[-1])
+            parts.record.rollouts(f"step-{step:06d}", groups, advantages, parts.tasks)
+            console.step(step, history[-1])
+            check_gates(recipe.gate, history)
+            if recipe.eval.every and step % recipe.eval.every == 0 and step < recipe.run.steps:
+                parts.evaluate(console, f"step {step}")
+        after = parts.evaluate(console, "after")
+        adapter = export_adapter(folder / "adapter", parts.trainer.policy.adapter.factors(), recipe.lora, snapshot, step)
+        gains = {
+            name: paired_bootstrap(before[name].by_problem, after[name].by_problem, resamples=recipe.eval.bootstrap)
+            for name in before
+        }
+        summary = summarise(recipe, before, after, gains, history, adapter)
+        parts.record.summary(summary)
+        for name, gain in gains.items():
+            console.gain(name, before[name].pass_rate, after[name].pass_rate, gain)
+    return summary

@@ -1,0 +1,56 @@
+"""From a recipe to a started run: everything that can be refused is refused before anything is written."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import click
+
+from engine.errors import InputError
+from engine.preflight import require
+from engine.recipe import Recipe
+from engine.snapshot import check_source, resolve
+from engine.tasks import load_tasks
+
+
+def check(recipe: Recipe) -> None:
+    """Look at recipe and machine without loading a model; prints each check. Raises InputError."""
+    check_source(recipe.model.source, recipe.model.sha256)
+    for source in (recipe.tasks.train, *recipe.tasks.heldout.values()):
+        load_tasks(source)
+    for done in require(recipe):
+        click.echo(f"ok   {done.name}: {done.detail}")
+
+
+def start(recipe: Recipe, output: str | None) -> None:
+    """Check, fetch the model, make the folder, run; then say what came out and what to type next.
+
+    Raises InputError before the folder is made, and RunError, SandboxError or OSError after.
+    """
+    check(recipe)
+    snapshot = resolve(recipe.model.source, recipe.model.sha256)
+    import torch  # from here on the run's own parts are needed, which take seconds to import
+
+    from engine.record import create_folder
+    from engine.run import run
+    from engine.train.policy import check_targets
+    from engine.train.step import loss_spec
+
+    try:
+        loss_spec(recipe)
+        layers = check_targets(snapshot.folder, recipe.lora.targets)
+    except (ValueError, LookupError) as error:
+        raise InputError(str(error)) from None
+    cores = len(os.sched_getaffinity(0))
+    torch.set_num_threads(recipe.train.threads or cores)
+    folder = create_folder(recipe, output)
+    click.echo(f"ok   model: {snapshot.folder} (sha256 {snapshot.sha256[:12]}), LoRA on {layers} layers")
+    click.echo(f"run  {folder}: loading vLLM and the trainer")
+    summary = run(recipe, folder, snapshot, cores)
+    _say_where(folder, Path(str(summary["adapter"])))
+
+
+def _say_where(folder: Path, adapter: Path) -> None:
+    click.echo(f"adapter: {adapter}")
+    click.echo(f"next:    rlvr show {folder}    or    tensorboard --logdir {folder / 'tensorboard'}")

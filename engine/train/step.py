@@ -1,0 +1,206 @@
+"""One optimizer step: graded groups in, changed LoRA factors and statistics out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from engine.recipe import Recipe
+from engine.train.advantage import ADVANTAGES
+from engine.train.layout import Trained, pack
+from engine.train.loss import Rows, loss_of_rows, row_weights, tokens_of
+from engine.train.objective import CORRECTIONS, OBJECTIVES, SEQUENCE_LEVEL, LossSpec
+from engine.train.policy import Policy
+from engine.types import Batch, Graded, StepStats
+from kernels.lm_head import token_logprobs, token_loss
+
+NON_FINITE_STEPS = 10
+
+
+class Trainer:
+    """The policy, its optimizer and the loss of a recipe."""
+
+    def __init__(self, recipe: Recipe, model_dir: Path) -> None:
+        self.policy = Policy(
+            model_dir,
+            dtype=recipe.model.dtype,
+            device=recipe.train.device,
+            targets=recipe.lora.targets,
+            rank=recipe.lora.rank,
+            scale=recipe.lora.scale,
+            seed=recipe.run.seed,
+        )
+        self._spec = loss_spec(recipe)
+        self._recipe = recipe
+        self._optimizer = torch.optim.AdamW(
+            self.policy.adapter.parameters,
+            lr=recipe.optim.lr,
+            betas=recipe.optim.betas,
+            eps=recipe.optim.eps,
+            weight_decay=recipe.optim.weight_decay,
+        )
+        self._non_finite = 0
+
+    def advantages(self, groups: Sequence[Sequence[Graded]]) -> list[list[float]]:
+        """Advantage of each completion, group by group; INFRA counts for nothing and gets 0."""
+        function = ADVANTAGES[self._recipe.loss.advantage]
+        return [
+            function(
+                torch.tensor([math.nan if g.reward is None else g.reward for g in group], dtype=torch.float64)
+            ).tolist()
+            for group in groups
+        ]
+
+    def step(self, groups: Sequence[Sequence[Graded]], advantages: Sequence[Sequence[float]], step: int) -> StepStats:
+        """Train on the groups; the step's counts are taken before anything is cut or left out."""
+        chosen = self._trainable(groups, advantages)
+        step_tokens = sum(len(t.rows) for t in chosen)
+        step_completions = sum(1 for t in chosen if t.rows)
+        lr = self._set_lr(step)
+        # Groups without a signal have no gradient here: they stay in the counts and out of the forward.
+        with_signal = [t for t in chosen if t.advantage != 0.0 or self._spec.entropy_coefficient]
+        batches = pack(with_signal, self._recipe.train.token_budget)
+        if not batches:
+            return _nothing_trained(lr)
+        self._optimizer.zero_grad(set_to_none=True)
+        parts = [self._micro_batch(batch, step_tokens, step_completions) for batch in batches]
+        norm = torch.nn.utils.clip_grad_norm_(self.policy.adapter.parameters, self._recipe.optim.max_grad_norm)
+        self._apply(norm)
+        return self._stats(batches, parts, float(norm), lr)
+
+    def _trainable(
+        self, groups: Sequence[Sequence[Graded]], advantages: Sequence[Sequence[float]]
+    ) -> list[Trained]:
+        members = [(g, a) for group, row in zip(groups, advantages, strict=True) for g, a in zip(group, row, strict=True)]
+        return [
+            Trained(graded.completion, advantage, sequence)
+            for sequence, (graded, advantage) in enumerate(members)
+            if graded.reward is not None
+            and not (self._recipe.loss.mask_truncated and graded.completion.truncated)
+        ]
+
+    def _micro_batch(
+        self, batch: Batch, step_tokens: int, step_completions: int
+    ) -> tuple[float, torch.Tensor, torch.Tensor, Rows]:
+        """Forward and backward of one micro-batch: loss, log-probs `[N]`, entropies `[N]`, rows."""
+        device = self.policy.device
+        lengths = batch.sequences.unique_consecutive(return_counts=True)[1].tolist()
+        rows = Rows(
+            sampled=batch.sampled_logprobs.to(device),
+            advantages=batch.advantages.to(device),
+            sequences=batch.sequences.to(device),
+            weights=row_weights(lengths, self._spec, step_tokens, step_completions).to(device),
+            step_tokens=step_tokens,
+        )
+        state = self.policy.hidden(batch.input_ids.to(device), batch.layout)
+        state = state.index_select(0, batch.predictors.to(device))
+        targets, temperature = batch.targets.to(device), self._recipe.rollout.temperature
+        if SEQUENCE_LEVEL & {self._spec.objective, self._spec.correction}:
+            logprobs, entropies = token_logprobs(state, self.policy.head, targets, temperature=temperature)
+            loss = loss_of_rows(logprobs, entropies, rows, self._spec, slice(None))
+        else:
+            loss, logprobs, entropies = token_loss(
+                state,
+                self.policy.head,
+                targets,
+                lambda new, entropy, at: loss_of_rows(new, entropy, rows, self._spec, at),
+                temperature=temperature,
+            )
+        loss.backward()  # type: ignore[no-untyped-call]
+        return float(loss.detach()), logprobs.detach(), entropies.detach(), rows
+
+    def _set_lr(self, step: int) -> float:
+        optim, steps = self._recipe.optim, self._recipe.run.steps
+        lr = optim.lr * learning_rate_factor(step, steps, optim.warmup, optim.schedule)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        return lr
+
+    def _apply(self, norm: torch.Tensor) -> None:
+        if bool(norm.isfinite()):
+            self._non_finite = 0
+            self._optimizer.step()
+            return
+        self._non_finite += 1
+        if self._non_finite >= NON_FINITE_STEPS:
+            names = [
+                name
+                for name, layer in self.policy.adapter.layers.items()
+                if any(p.grad is not None and not bool(p.grad.isfinite().all()) for p in (layer.lora_a, layer.lora_b))
+            ]
+            raise FloatingPointError(
+                f"{self._non_finite} steps in a row had a gradient that is no number, first in {names[:3]}; "
+                f"lower optim.lr = {self._recipe.optim.lr:g} or train in float32"
+            )
+
+    def _stats(
+        self,
+        batches: Sequence[Batch],
+        parts: Sequence[tuple[float, torch.Tensor, torch.Tensor, Rows]],
+        norm: float,
+        lr: float,
+    ) -> StepStats:
+        new = torch.cat([logprobs for _, logprobs, _, _ in parts])
+        sampled = torch.cat([rows.sampled for *_, rows in parts])
+        clipped = torch.cat(
+            [OBJECTIVES[self._spec.objective](tokens_of(lp, rows, slice(None)), self._spec)[1] for _, lp, _, rows in parts]
+        )
+        gap = new - sampled
+        return StepStats(
+            loss=sum(loss for loss, *_ in parts),
+            grad_norm=norm,
+            lr=lr,
+            entropy=float(torch.cat([entropies for _, _, entropies, _ in parts]).mean()),
+            clip_low_share=float((clipped < 0).float().mean()),
+            clip_high_share=float((clipped > 0).float().mean()),
+            mismatch_mean=float(gap.abs().mean()),
+            mismatch_max=float(gap.abs().max()),
+            gen_kl=float((torch.expm1(gap) - gap).mean()),
+            ratio_min=float(gap.min().exp()),
+            ratio_max=float(gap.max().exp()),
+            trained_tokens=new.numel(),
+            forward_tokens=sum(batch.input_ids.numel() for batch in batches),
+            micro_batches=len(batches),
+            skipped=not math.isfinite(norm),
+        )
+
+
+def loss_spec(recipe: Recipe) -> LossSpec:
+    """The recipe's loss. Raises ValueError for a choice that no table has, naming the nearest."""
+    loss = recipe.loss
+    for key, table in (
+        ("advantage", ADVANTAGES),
+        ("objective", OBJECTIVES),
+        ("correction", CORRECTIONS),
+    ):
+        if getattr(loss, key) not in table:
+            raise ValueError(f"loss.{key} = {getattr(loss, key)!r}: must be one of {', '.join(table)}")
+    return LossSpec(
+        objective=loss.objective,
+        correction=loss.correction,
+        aggregate=loss.aggregate,
+        clip_low=loss.clip_low,
+        clip_high=loss.clip_high,
+        constant_length=recipe.rollout.max_tokens,
+    )
+
+
+def learning_rate_factor(step: int, steps: int, warmup: int, schedule: str) -> float:
+    """The share of the peak learning rate at `step` (from 1): linear warm-up, then the schedule down to 0."""
+    if step <= warmup:
+        return step / (warmup + 1)
+    done = (step - 1 - warmup) / max(1, steps - warmup)
+    if schedule == "linear":
+        return 1 - done
+    return (1 + math.cos(math.pi * done)) / 2 if schedule == "cosine" else 1.0
+
+
+def _nothing_trained(lr: float) -> StepStats:
+    return StepStats(
+        loss=0.0, grad_norm=0.0, lr=lr, entropy=0.0, clip_low_share=0.0, clip_high_share=0.0, mismatch_mean=0.0,
+        mismatch_max=0.0, gen_kl=0.0, ratio_min=1.0, ratio_max=1.0, trained_tokens=0, forward_tokens=0,
+        micro_batches=0, skipped=True,
+    )  # fmt: skip

@@ -1,0 +1,152 @@
+"""What flows between the rooms of the trainer, all of it on one page.
+
+Plain frozen dataclasses: tasks makes `Task`, rollout `Completion`, reward `Graded`, train `Batch` and `StepStats`,
+evaluate `SuiteResult` and `Gain`.
+`Verdict` and the test types are the sandbox's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from sandbox import Limits, Tests, Verdict
+
+if TYPE_CHECKING:  # the torch-free commands load this page too
+    import torch
+
+    from kernels.layout import Layout
+
+Message = Mapping[str, str]
+"""One chat message: role and content."""
+
+Factors = Mapping[str, "tuple[torch.Tensor, torch.Tensor]"]
+"""LoRA factors by module name, as transformers spells it: A `[rank, in]` and B `[out, rank]`, both fp32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One problem: what the model reads and how its program is judged."""
+
+    id: str
+    prompt: str | tuple[Message, ...]
+    """Raw text, or chat messages for the model's template."""
+    tests: Tests
+    starter: str = ""
+    """The program's beginning that stands at the prompt's end: the completion goes on from it. Empty when the answer
+    holds a whole program in a code block."""
+    reference: str | None = None
+    """A program that passes, where the source has one."""
+    source: str = ""
+    limits: Limits | None = None
+    """The task's own limits; None takes the recipe's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One sampled answer, exactly as it was sampled."""
+
+    task_id: str
+    group: int
+    """Given by the scheduler when the group is submitted; never recovered from text."""
+    member: int
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """The sampler's log-probs of `token_ids`, after the temperature, in nats."""
+    finish: str
+    """`stop` (end token or stop string), `length`."""
+    version: int
+    """Policy version that sampled the first token."""
+    text: str
+    """For the grader alone: decoded, without the stop string."""
+    boundaries: tuple[tuple[int, int], ...] = ()
+    """(token index, version) wherever a newer version took over in the middle."""
+
+    @property
+    def truncated(self) -> bool:
+        """It ran into max_tokens."""
+        return self.finish == "length"
+
+
+@dataclass(frozen=True, slots=True)
+class Graded:
+    """A completion with what the jail said and what that is worth."""
+
+    completion: Completion
+    program: str | None
+    verdict: Verdict
+    reward: float | None
+    """None is INFRA: not a reward, in no statistic, trained on by nothing."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """The reward's named parts, before their weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A micro-batch: token arrays packed flat behind each other, shared prompts standing once.
+
+    Rows are the trainable tokens: `N` of them, each predicted by the hidden state at `predictors`.
+    """
+
+    input_ids: torch.Tensor
+    """int64 `[tokens]`"""
+    layout: Layout
+    predictors: torch.Tensor
+    """int64 `[N]`: index into the token axis whose hidden state predicts the row's token."""
+    targets: torch.Tensor
+    """int64 `[N]`: the sampled ids."""
+    sampled_logprobs: torch.Tensor
+    """fp32 `[N]`"""
+    advantages: torch.Tensor
+    """fp32 `[N]`"""
+    sequences: torch.Tensor
+    """int64 `[N]`: which of the step's trained completions the row belongs to."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """Everything that the metrics show of one optimizer step."""
+
+    loss: float
+    grad_norm: float
+    lr: float
+    entropy: float
+    clip_low_share: float
+    clip_high_share: float
+    mismatch_mean: float
+    """Mean |trainer - sampler| log-prob over the trained tokens, in nats."""
+    mismatch_max: float
+    gen_kl: float
+    """Mean of exp(d) - 1 - d, d = trainer - sampler: the k3 estimate of KL(sampler || trainer)."""
+    ratio_min: float
+    ratio_max: float
+    trained_tokens: int
+    forward_tokens: int
+    micro_batches: int
+    skipped: bool = False
+    """No group had a signal: nothing was changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class SuiteResult:
+    """pass@1 over `samples` answers of each problem."""
+
+    name: str
+    pass_rate: float
+    by_problem: Mapping[str, float]
+    by_source: Mapping[str, float]
+    truncated_share: float
+    answers: int
+    infra: int
+    """Answers that could not be judged; they count in no rate."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """Mean difference of two pass rates over the same problems, with its 95 % percentile interval."""
+
+    mean: float
+    low: float
+    high: float
