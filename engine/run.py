@@ -10,7 +10,8 @@ from engine.evaluate import paired_bootstrap
 from engine.gates import check_gates
 from engine.parts import Parts, timed
 from engine.recipe import Recipe
-from engine.record import Console, export_adapter, step_metrics, summarise
+from engine.record import Console, step_metrics, summarise
+from engine.record.adapter import export_adapter
 from engine.snapshot import Snapshot
 
 

@@ -10,6 +10,7 @@ import click
 from engine.errors import InputError
 from engine.preflight import require
 from engine.recipe import Recipe
+from engine.record.folder import choose_folder, create_folder
 from engine.snapshot import check_source, resolve
 from engine.tasks import load_tasks
 
@@ -28,11 +29,11 @@ def start(recipe: Recipe, output: str | None) -> None:
 
     Raises InputError before the folder is made, and RunError, SandboxError or OSError after.
     """
+    folder = choose_folder(recipe, output)
     check(recipe)
     snapshot = resolve(recipe.model.source, recipe.model.sha256)
     import torch  # from here on the run's own parts are needed, which take seconds to import
 
-    from engine.record import create_folder
     from engine.run import run
     from engine.train.policy import check_targets
     from engine.train.step import loss_spec
@@ -44,7 +45,7 @@ def start(recipe: Recipe, output: str | None) -> None:
         raise InputError(str(error)) from None
     cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(recipe.train.threads or cores)
-    folder = create_folder(recipe, output)
+    create_folder(folder)
     click.echo(f"ok   model: {snapshot.folder} (sha256 {snapshot.sha256[:12]}), LoRA on {layers} layers")
     click.echo(f"run  {folder}: loading vLLM and the trainer")
     summary = run(recipe, folder, snapshot, cores)

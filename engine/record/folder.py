@@ -25,8 +25,8 @@ class FolderError(InputError):
     """The run's folder can't be made or is taken."""
 
 
-def create_folder(recipe: recipes.Recipe, output: str | None) -> Path:
-    """Make the run's folder: `output`, which must be new or empty, or the first free `runs/<name>[-N]`."""
+def choose_folder(recipe: recipes.Recipe, output: str | None) -> Path:
+    """The run's folder: `output`, which must be new or empty, or the first free `runs/<name>[-N]`; nothing is made."""
     chosen = output or recipe.run.output
     if chosen:
         folder = Path(chosen)
@@ -38,8 +38,13 @@ def create_folder(recipe: recipes.Recipe, output: str | None) -> Path:
         while folder.exists():
             number += 1
             folder = Path("runs") / f"{recipe.run.name}-{number}"
+    return folder
+
+
+def create_folder(folder: Path) -> Path:
+    """Make the run's folder and what stands in it from the start."""
     try:
-        (folder / "rollouts").mkdir(parents=True)
+        (folder / "rollouts").mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise FolderError(f"{folder}: can't be made: {error.strerror}") from error
     return folder

@@ -46,48 +46,49 @@ FAMILIES: tuple[Family, ...] = (
     Family("add", 1, "b plus {k}", "b + {k}", lambda a, b, k: b + k, LARGE),
     Family("mul", 1, "{k} times b", "{k} * b", lambda a, b, k: k * b, SMALL),
     Family("rsub", 1, "{k} minus a", "{k} - a", lambda a, b, k: k - a, LARGE),
-    Family("larger", 1, "the larger of a and {k}", "max(a, {k})", lambda a, b, k: max(a, k), LARGE),
-    Family("smaller", 1, "the smaller of b and {k}", "min(b, {k})", lambda a, b, k: min(b, k), LARGE),
-    Family("mod", 1, "the remainder of a divided by {k}", "a % {k}", lambda a, b, k: a % k, SMALL),
+    Family("larger", 1, "the maximum of a and {k}", "max(a, {k})", lambda a, b, k: max(a, k), LARGE),
+    Family("smaller", 1, "the minimum of b and {k}", "min(b, {k})", lambda a, b, k: min(b, k), LARGE),
+    Family("mod", 1, "a modulo {k}", "a % {k}", lambda a, b, k: a % k, SMALL),
     Family("div", 1, "b divided by {k}, rounded down", "b // {k}", lambda a, b, k: b // k, SMALL),
     Family("sum3", 1, "the sum of a, b and {k}", "a + b + {k}", lambda a, b, k: a + b + k, LARGE),
     Family("prod3", 1, "the product of a, b and {k}", "a * b * {k}", lambda a, b, k: a * b * k, SMALL),
-    Family("distance", 2, "the distance between a and {k}", "abs(a - {k})", lambda a, b, k: abs(a - k), LARGE),
+    Family("distance", 2, "the absolute value of a minus {k}", "abs(a - {k})", lambda a, b, k: abs(a - k), LARGE),
     Family("subsum", 2, "a minus b, plus {k}", "a - b + {k}", lambda a, b, k: a - b + k, LARGE),
     Family("muladd", 2, "a times b, plus {k}", "a * b + {k}", lambda a, b, k: a * b + k, LARGE),
     Family("mulsub", 2, "{k} times a, minus b", "{k} * a - b", lambda a, b, k: k * a - b, SMALL),
     Family("mulsum", 2, "{k} times the sum of a and b", "{k} * (a + b)", lambda a, b, k: k * (a + b), SMALL),
     Family("muldiff", 2, "{k} times the difference a minus b", "{k} * (a - b)", lambda a, b, k: k * (a - b), SMALL),
     Family("square", 2, "the square of a, plus {k}", "a ** 2 + {k}", lambda a, b, k: a**2 + k, LARGE),
-    Family("summod", 2, "the remainder of a plus b divided by {k}", "(a + b) % {k}", lambda a, b, k: (a + b) % k, SMALL),
-    Family("prodmod", 2, "the remainder of a times b divided by {k}", "a * b % {k}", lambda a, b, k: a * b % k, SMALL),
+    Family("summod", 2, "the sum of a and b, modulo {k}", "(a + b) % {k}", lambda a, b, k: (a + b) % k, SMALL),
+    Family("prodmod", 2, "the product of a and b, modulo {k}", "a * b % {k}", lambda a, b, k: a * b % k, SMALL),
     Family("sumdiv", 2, "the sum of a and b divided by {k}, rounded down", "(a + b) // {k}", lambda a, b, k: (a + b) // k, SMALL),
-    Family("largeradd", 2, "the larger of a and b, plus {k}", "max(a, b) + {k}", lambda a, b, k: max(a, b) + k, LARGE),
-    Family("smallermul", 2, "{k} times the smaller of a and b", "{k} * min(a, b)", lambda a, b, k: k * min(a, b), SMALL),
-    Family("largest3", 2, "the largest of a, b and {k}", "max(a, b, {k})", lambda a, b, k: max(a, b, k), LARGE),
-    Family("smallest3", 2, "the smallest of a, b and {k}", "min(a, b, {k})", lambda a, b, k: min(a, b, k), LARGE),
-    Family("repeat", 2, "the digits of a, written {k} times", "str(a) * {k}", lambda a, b, k: str(a) * k, SMALL),
-    Family("spread", 3, "the larger of a and b minus the smaller, times {k}", "abs(a - b) * {k}", lambda a, b, k: abs(a - b) * k, SMALL),
-    Family("closer", 3, "the larger of a minus {k} and zero", "max(a - {k}, 0)", lambda a, b, k: max(a - k, 0), LARGE),
+    Family("largeradd", 2, "the maximum of a and b, plus {k}", "max(a, b) + {k}", lambda a, b, k: max(a, b) + k, LARGE),
+    Family("smallermul", 2, "{k} times the minimum of a and b", "{k} * min(a, b)", lambda a, b, k: k * min(a, b), SMALL),
+    Family("largest3", 2, "the maximum of a, b and {k}", "max(a, b, {k})", lambda a, b, k: max(a, b, k), LARGE),
+    Family("smallest3", 2, "the minimum of a, b and {k}", "min(a, b, {k})", lambda a, b, k: min(a, b, k), LARGE),
+    Family("repeat", 2, "the string of a, {k} times", "str(a) * {k}", lambda a, b, k: str(a) * k, SMALL),
+    Family("spread", 3, "the absolute value of a minus b, times {k}", "abs(a - b) * {k}", lambda a, b, k: abs(a - b) * k, SMALL),
+    Family("closer", 3, "the maximum of a minus {k} and zero", "max(a - {k}, 0)", lambda a, b, k: max(a - k, 0), LARGE),
     Family("clamp", 3, "a times b, but at most {k}0", "min(a * b, {k}0)", lambda a, b, k: min(a * b, k * 10), LARGE),
-    Family("middle", 3, "the middle one of a, b and {k}", "sorted([a, b, {k}])[1]", lambda a, b, k: sorted([a, b, k])[1], LARGE),
-    Family("digitsum", 3, "the sum of the digits of a plus {k}", "sum(map(int, str(a + {k})))", lambda a, b, k: _digits(a + k), LARGE),
-    Family("length", 3, "how many digits a times {k} has", "len(str(a * {k}))", lambda a, b, k: len(str(a * k)), LARGE),
+    Family("middle", 3, "the middle of the sorted list of a, b and {k}", "sorted([a, b, {k}])[1]", lambda a, b, k: sorted([a, b, k])[1], LARGE),
+    Family("digitsum", 3, "the sum of the digits of the string of a plus {k}", "sum(map(int, str(a + {k})))", lambda a, b, k: _digits(a + k), LARGE),
+    Family("length", 3, "the length of a to the power of {k}", "len(str(a ** {k}))", lambda a, b, k: len(str(a**k)), SMALL),
     Family("above", 3, "yes if a is larger than {k}, otherwise no", '"yes" if a > {k} else "no"', lambda a, b, k: "yes" if a > k else "no", LARGE),
-    Family("divides", 3, "yes if {k} divides a, otherwise no", '"yes" if a % {k} == 0 else "no"', lambda a, b, k: "no" if a % k else "yes", SMALL),
+    Family("divides", 3, "yes if a modulo {k} is 0, otherwise no", '"yes" if a % {k} == 0 else "no"', lambda a, b, k: "no" if a % k else "yes", SMALL),
     Family("sumto", 3, "the sum of all numbers from 1 to a, plus {k}", "a * (a + 1) // 2 + {k}", lambda a, b, k: a * (a + 1) // 2 + k, LARGE),
-    Family("reverse", 3, "the digits of a plus {k} in reverse order", "str(a + {k})[::-1]", lambda a, b, k: str(a + k)[::-1], LARGE),
-    Family("sorted3", 3, "a, b and {k} in increasing order", "*sorted([a, b, {k}])", lambda a, b, k: " ".join(map(str, sorted([a, b, k]))), LARGE),
+    Family("reverse", 3, "the string of a plus {k}, reversed", "str(a + {k})[::-1]", lambda a, b, k: str(a + k)[::-1], LARGE),
+    Family("sorted3", 3, "the sorted list of a, b and {k}, unpacked", "*sorted([a, b, {k}])", lambda a, b, k: " ".join(map(str, sorted([a, b, k]))), LARGE),
     Family("cube", 2, "the cube of a, minus {k}", "a ** 3 - {k}", lambda a, b, k: a**3 - k, LARGE, heldout=True),
-    Family("diffmod", 2, "the remainder of a minus b divided by {k}", "(a - b) % {k}", lambda a, b, k: (a - b) % k, SMALL, heldout=True),
-    Family("smalleradd", 2, "the smaller of a and b, plus {k}", "min(a, b) + {k}", lambda a, b, k: min(a, b) + k, LARGE, heldout=True),
+    Family("diffmod", 2, "the difference a minus b, modulo {k}", "(a - b) % {k}", lambda a, b, k: (a - b) % k, SMALL, heldout=True),
+    Family("smalleradd", 2, "the minimum of a and b, plus {k}", "min(a, b) + {k}", lambda a, b, k: min(a, b) + k, LARGE, heldout=True),
     Family("below", 3, "yes if b is smaller than {k}, otherwise no", '"yes" if b < {k} else "no"', lambda a, b, k: "yes" if b < k else "no", LARGE, heldout=True),
 )  # fmt: skip
 
 _SHOTS = (
-    ("the sum of a and b", "a + b"),
-    ("the larger of b and 12", "max(b, 12)"),
-    ("a divided by b, rounded down, times 3", "a // b * 3"),
+    ("the sum of a and 7", "a + 7"),
+    ("4 times the sum of a and b", "4 * (a + b)"),
+    ("the maximum of a and 30", "max(a, 30)"),
+    ("b modulo 9", "b % 9"),
 )
 HEADER = "".join(f"# Print {statement}.\n{STARTER}{expression})\n\n" for statement, expression in _SHOTS)
 
@@ -98,7 +99,7 @@ def generated(split: str) -> list[Task]:
     Raises InputError for another name.
     """
     if split not in SPLITS:
-        raise InputError(f"generated:{split}: the generated tasks have the splits {', '.join(SPLITS)}")
+        raise InputError(f"tasks source generated:{split} is unknown; known: {', '.join(f'generated:{s}' for s in SPLITS)}")
     return [
         _task(family, k)
         for family in FAMILIES

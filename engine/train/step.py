@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from engine.recipe import Recipe
 from engine.train.advantage import ADVANTAGES
 from engine.train.layout import Trained, pack
 from engine.train.loss import Rows, loss_of_rows, row_weights, tokens_of
-from engine.train.objective import CORRECTIONS, OBJECTIVES, SEQUENCE_LEVEL, LossSpec
+from engine.train.objective import AGGREGATES, CORRECTIONS, OBJECTIVES, SEQUENCE_LEVEL, LossSpec
 from engine.train.policy import Policy
 from engine.types import Batch, Graded, StepStats
 from kernels.lm_head import token_logprobs, token_loss
@@ -171,13 +172,18 @@ class Trainer:
 def loss_spec(recipe: Recipe) -> LossSpec:
     """The recipe's loss. Raises ValueError for a choice that no table has, naming the nearest."""
     loss = recipe.loss
-    for key, table in (
+    choices = (
         ("advantage", ADVANTAGES),
         ("objective", OBJECTIVES),
         ("correction", CORRECTIONS),
-    ):
-        if getattr(loss, key) not in table:
-            raise ValueError(f"loss.{key} = {getattr(loss, key)!r}: must be one of {', '.join(table)}")
+        ("aggregate", AGGREGATES),
+    )
+    for key, table in choices:
+        name = getattr(loss, key)
+        if name not in table:
+            near = difflib.get_close_matches(name, table, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ValueError(f"loss.{key} = {name!r}: must be one of {', '.join(table)}{hint}")
     return LossSpec(
         objective=loss.objective,
         correction=loss.correction,

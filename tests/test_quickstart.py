@@ -1,0 +1,150 @@
+"""Two steps of the quickstart through the real vLLM and the real jail, and what must hold before and after a sync."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine import recipe as recipes
+from engine.errors import RunError
+from engine.parts import Parts
+from engine.rollout.messages import Sampling, SubmitGroup
+from engine.snapshot import Snapshot, resolve
+from engine.types import Completion
+
+pytestmark = pytest.mark.slow
+RECIPE = recipes.load("recipes/quickstart.toml", ("run.steps=2", "eval.samples=1", "optim.lr=3e-3"))
+
+
+@pytest.fixture(scope="module")
+def snapshot() -> Snapshot:
+    return resolve(RECIPE.model.source, RECIPE.model.sha256)
+
+
+@pytest.fixture(scope="module")
+def parts(snapshot: Snapshot, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Parts]:
+    with ExitStack() as stack:
+        yield Parts(RECIPE, tmp_path_factory.mktemp("run"), snapshot, len(os.sched_getaffinity(0)), stack)
+    left = [line for line in processes() if "engine.rollout.worker" in line or "nsjail" in line]
+    assert not left
+
+
+def processes() -> list[str]:
+    """Command lines of this process's descendants."""
+    lines = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if is_below(folder, os.getpid()):
+                lines.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it ended while we looked
+    return lines
+
+
+def is_below(folder: Path, ancestor: int) -> bool:
+    pid = int(folder.name)
+    while pid > 1:
+        pid = int((Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[1])
+        if pid == ancestor:
+            return True
+    return False
+
+
+def base_hash(parts: Parts) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in parts.trainer.policy.model.state_dict().items():
+        if "lora_" not in name:
+            digest.update(name.encode() + tensor.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def trainer_logprobs(parts: Parts, completion: Completion) -> list[float]:
+    """The trainer's log-probs of a completion's tokens at the sampling temperature, one plain forward."""
+    from kernels.layout import Layout
+    from kernels.lm_head import token_logprobs
+
+    ids = torch.tensor([*completion.prompt_ids, *completion.token_ids])
+    policy = parts.trainer.policy
+    with torch.no_grad():
+        state = policy.hidden(ids[:-1], Layout((0, len(ids) - 1), (-1,)))
+        logprobs, _ = token_logprobs(state, policy.head, ids[1:], temperature=RECIPE.rollout.temperature)
+    return logprobs[len(completion.prompt_ids) - 1 :].tolist()
+
+
+def sampled(parts: Parts, seed: int) -> list[Completion]:
+    task = parts.curriculum.tasks[0]
+    sampling = Sampling(RECIPE.rollout.max_tokens, RECIPE.rollout.temperature)
+    parts.sampler.submit(SubmitGroup(seed, task.id, parts.prompts[task.id], tuple(range(seed, seed + 4)), sampling))
+    return sorted(parts.sampler.landed(4), key=lambda c: c.member)
+
+
+def mean_difference(parts: Parts, completions: list[Completion]) -> float:
+    gaps = [abs(t - s) for c in completions for t, s in zip(trainer_logprobs(parts, c), c.logprobs, strict=True)]
+    return sum(gaps) / len(gaps)
+
+
+def test_two_steps_train_the_adapter_and_nothing_else_and_the_sampler_follows(parts: Parts) -> None:
+    trainer = parts.trainer
+    before = {name: (a.clone(), b.clone()) for name, (a, b) in trainer.policy.adapter.factors().items()}
+    base = base_hash(parts)
+    first = sampled(parts, 100)
+    assert mean_difference(parts, first) < 1e-4
+    moved = 0
+    for step in (1, 2, 3, 4):  # the first two with a signal; a batch without one changes nothing
+        groups = parts.sample_and_grade(parts.curriculum.take(8), 8, f"test-{step}", {})
+        assert {g.verdict.verdict for group in groups for g in group} <= {"AC", "WA", "RE", "CE", "TLE", "MLE", "OLE"}
+        stats = trainer.step(groups, trainer.advantages(groups), 1)
+        moved += not stats.skipped
+        assert parts.sync(version=step, changed=not stats.skipped) < 1e-4
+        if moved == 2:
+            break
+    assert moved == 2
+    assert base_hash(parts) == base
+    for name, (a, b) in trainer.policy.adapter.factors().items():
+        assert not torch.equal(a, before[name][0]), name
+        assert not torch.equal(b, before[name][1]), name
+    second = sampled(parts, 100)
+    assert {c.version for c in second} == {step}
+    assert mean_difference(parts, second) < 1e-4
+    # The same seeds under other weights: the old tokens' log-probs are others now.
+    assert any(c.token_ids != d.token_ids or c.logprobs != d.logprobs for c, d in zip(first, second, strict=True))
+
+
+def test_sampling_is_repeated_by_its_seeds_and_differs_between_members(parts: Parts) -> None:
+    once, again, other = sampled(parts, 7), sampled(parts, 7), sampled(parts, 50)
+    assert [c.token_ids for c in once] == [c.token_ids for c in again]
+    assert [c.logprobs for c in once] == [c.logprobs for c in again]
+    assert [c.token_ids for c in once] != [c.token_ids for c in other]
+    assert len({c.token_ids for c in once + other}) > 1
+
+
+def test_a_factor_that_vllm_has_no_place_for_fails_the_sync(parts: Parts) -> None:
+    address = dict(parts.factors.address)
+    places = dict(address["places"])
+    places["model.layers.0.self_attn.q_porj"] = places.pop("model.layers.0.self_attn.q_proj")
+    with pytest.raises(RunError, match="q_porj"):
+        parts.sampler.bind({**address, "places": places})
+
+
+def test_a_whole_run_writes_what_a_person_needs(snapshot: Snapshot, tmp_path: Path) -> None:
+    from engine.record import create_folder
+    from engine.run import run
+
+    summary = run(RECIPE, create_folder(tmp_path / "run"), snapshot, len(os.sched_getaffinity(0)))
+    assert json.loads((tmp_path / "run" / "summary.json").read_text()) == summary
+    heldout = summary["heldout"]
+    assert heldout["gain"] == pytest.approx(heldout["after"] - heldout["before"])
+    assert heldout["ci95"][0] <= heldout["gain"] <= heldout["ci95"][1]
+    assert summary["steps"] == 2
+    assert summary["mismatch"]["mean_abs_logprob"] < 1e-4
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2]
+    assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").stat().st_size > 1e6
+    assert not [line for line in processes() if "engine.rollout.worker" in line]

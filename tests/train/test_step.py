@@ -1,0 +1,205 @@
+"""The optimizer step on a tiny random model: what must not depend on how it is cut, and what it must leave alone."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine import recipe as recipes
+from engine.train.objective import OBJECTIVES
+from engine.train.step import Trainer, learning_rate_factor, loss_spec
+from engine.types import Graded
+from tests.conftest import completion, graded
+
+PROMPTS = [tuple(range(1, 15)), (*range(1, 12), 40, 41), (90, 91, 92)]
+
+
+def recipe_for(**sections: dict[str, object]) -> recipes.Recipe:
+    base: dict[str, dict[str, object]] = {
+        "run": {"name": "t", "steps": 10},
+        "model": {"source": "tiny"},
+        "tasks": {"train": "generated:train"},
+        "rollout": {"max_tokens": 8},
+        "lora": {"rank": 4, "alpha": 8.0},
+        "optim": {"lr": 1e-3, "max_grad_norm": 1e9},
+    }
+    return recipes.parse({k: {**base.get(k, {}), **sections.get(k, {})} for k in {**base, **sections}})
+
+
+def groups(rewards: list[list[float | None]]) -> list[list[Graded]]:
+    out = []
+    for g, row in enumerate(rewards):
+        members = []
+        for m, reward in enumerate(row):
+            ids = tuple((17 * g + 5 * m + 3 * i) % 131 for i in range(1 + (g + 2 * m) % 5))
+            members.append(graded(completion(g, m, PROMPTS[g], ids), reward))
+        out.append(members)
+    return out
+
+
+MIXED: list[list[float | None]] = [[1.0, 0.0, 0.5, 0.0], [0.0, 1.0, 1.0, 0.0], [0.25, 0.5, 1.0, 0.0]]
+
+
+def gradients(trainer: Trainer, data: list[list[Graded]]) -> torch.Tensor:
+    """The step's gradient, taken before AdamW changes anything: the first moment is (1 - beta1) g."""
+    trainer.step(data, trainer.advantages(data), 1)
+    return torch.cat([p.grad.flatten() for p in trainer.policy.adapter.parameters if p.grad is not None]).double()
+
+
+def perturbed(recipe: recipes.Recipe, folder: Path) -> Trainer:
+    """A trainer whose B is not zero, so that A has a gradient too."""
+    trainer = Trainer(recipe, folder)
+    generator = torch.Generator().manual_seed(5)
+    for _, b in trainer.policy.adapter.factors().values():
+        b.normal_(std=0.05, generator=generator)
+    return trainer
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("aggregate", ["token", "sequence", "constant"])
+def test_gradients_do_not_depend_on_the_micro_batches(tiny_model: Path, objective: str, aggregate: str) -> None:
+    loss = {"objective": objective, "aggregate": aggregate}
+    whole, *cuts = (
+        gradients(perturbed(recipe_for(loss=loss, train={"token_budget": budget}), tiny_model), groups(MIXED))
+        for budget in (4096, 64)
+    )
+    for cut in cuts:
+        assert float((cut - whole).norm() / whole.norm()) < 1e-5
+
+
+def test_gradients_equal_padded_forwards_of_a_plain_model(tiny_model: Path) -> None:
+    trainer = perturbed(recipe_for(), tiny_model)
+    data = groups(MIXED)
+    advantages = trainer.advantages(data)
+    from transformers import AutoModelForCausalLM
+
+    plain = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
+    from engine.train.lora import add_lora
+
+    adapter = add_lora(plain, recipe_for().lora.targets, rank=4, scale=2.0, seed=0)
+    for name, (a, b) in trainer.policy.adapter.factors().items():
+        adapter.factors()[name][0].copy_(a)
+        adapter.factors()[name][1].copy_(b)
+    total = sum(len(item.completion.token_ids) for group in data for item in group)
+    loss = torch.zeros((), dtype=torch.float64)
+    for group, row in zip(data, advantages, strict=True):
+        for item, advantage in zip(group, row, strict=True):
+            prompt, ids = item.completion.prompt_ids, item.completion.token_ids
+            logits = plain(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
+            logprobs = logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
+            loss = loss - advantage * (logprobs - logprobs.detach()).exp().sum() / total
+    loss.backward()
+    expected = torch.cat([p.grad.flatten() for p in adapter.parameters if p.grad is not None])
+    found = gradients(trainer, data)
+    assert float((found - expected).norm() / expected.norm()) < 2e-5
+
+
+def test_a_step_moves_every_factor_and_leaves_the_base_alone(tiny_model: Path) -> None:
+    trainer = Trainer(recipe_for(), tiny_model)
+    before = {name: (a.clone(), b.clone()) for name, (a, b) in trainer.policy.adapter.factors().items()}
+    base = base_hash(trainer)
+    data = groups(MIXED)
+    for step in (1, 2):  # B starts at zero, so A has no gradient in the first step
+        stats = trainer.step(data, trainer.advantages(data), step)
+        assert stats.grad_norm > 0
+        assert not stats.skipped
+    assert base_hash(trainer) == base
+    for name, (a, b) in trainer.policy.adapter.factors().items():
+        assert not torch.equal(a, before[name][0]), name
+        assert not torch.equal(b, before[name][1]), name
+
+
+def base_hash(trainer: Trainer) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in trainer.policy.model.state_dict().items():
+        if "lora_" not in name:
+            digest.update(tensor.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def test_groups_without_signal_change_time_but_not_the_gradient(tiny_model: Path) -> None:
+    rewards: list[list[float | None]] = [MIXED[0], [0.5] * 4, [None] * 4]
+    data = groups(rewards)
+    trainer = perturbed(recipe_for(), tiny_model)
+    found = gradients(trainer, data)
+    alone = groups([MIXED[0]])
+    judged = sum(len(i.completion.token_ids) for g in data for i in g if i.reward is not None)
+    scale = sum(len(i.completion.token_ids) for i in alone[0]) / judged
+    expected = gradients(perturbed(recipe_for(), tiny_model), alone) * scale
+    assert float((found - expected).norm() / expected.norm()) < 1e-5
+
+
+def test_a_step_without_any_signal_changes_nothing(tiny_model: Path) -> None:
+    trainer = Trainer(recipe_for(), tiny_model)
+    data = groups([[1.0] * 4, [None] * 4, [0.0] * 4])
+    stats = trainer.step(data, trainer.advantages(data), 1)
+    assert (stats.skipped, stats.trained_tokens, stats.loss) == (True, 0, 0.0)
+    assert all(int(b.count_nonzero()) == 0 for _, b in trainer.policy.adapter.factors().values())
+
+
+def test_masked_truncated_completions_count_in_the_statistics_and_train_nothing(tiny_model: Path) -> None:
+    data = groups(MIXED)
+    cut = data[0][0].completion
+    data[0][0] = graded(completion(0, 0, cut.prompt_ids, cut.token_ids, finish="length"), 1.0)
+    trainer = Trainer(recipe_for(loss={"mask_truncated": True}), tiny_model)
+    advantages = trainer.advantages(data)
+    assert advantages[0] == Trainer(recipe_for(), tiny_model).advantages(groups(MIXED))[0]
+    stats = trainer.step(data, advantages, 1)
+    assert stats.trained_tokens == sum(len(i.completion.token_ids) for g in data for i in g) - len(cut.token_ids)
+
+
+def test_the_temperature_divides_the_logits(tiny_model: Path) -> None:
+    def mismatch(temperature: float) -> float:
+        trainer = Trainer(recipe_for(rollout={"temperature": temperature, "max_tokens": 8}), tiny_model)
+        data = groups(MIXED)
+        policy = trainer.policy
+        for group in data:
+            for m, item in enumerate(group):
+                prompt, ids = item.completion.prompt_ids, item.completion.token_ids
+                from transformers import AutoModelForCausalLM
+
+                plain = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+                with torch.no_grad():
+                    logits = plain(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
+                logprobs = (logits / 0.6).log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
+                group[m] = graded(
+                    completion(item.completion.group, m, prompt, ids, logprobs=tuple(logprobs.tolist())), item.reward
+                )
+        assert policy.model is not None
+        return trainer.step(data, trainer.advantages(data), 1).mismatch_max
+
+    assert mismatch(0.6) < 1e-5
+    assert mismatch(1.0) > 1e-3
+
+
+def test_a_gradient_that_is_no_number_is_skipped_and_ten_in_a_row_stop(tiny_model: Path) -> None:
+    trainer = Trainer(recipe_for(), tiny_model)
+    data = groups(MIXED)
+    infinite = [[math.inf if a > 0 else a for a in row] for row in trainer.advantages(data)]
+    for step in range(1, 10):
+        assert trainer.step(data, infinite, step).skipped
+    assert all(int(b.count_nonzero()) == 0 for _, b in trainer.policy.adapter.factors().values())
+    with pytest.raises(FloatingPointError, match=r"optim\.lr"):
+        trainer.step(data, infinite, 10)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "factors"),
+    [("constant", [1 / 3, 2 / 3, 1, 1, 1]), ("linear", [1 / 3, 2 / 3, 1, 7 / 8, 6 / 8]), ("cosine", [1 / 3, 2 / 3, 1])],
+)
+def test_learning_rate(schedule: str, factors: list[float]) -> None:
+    found = [learning_rate_factor(step, 10, 2, schedule) for step in range(1, len(factors) + 1)]
+    assert found == pytest.approx(factors)
+    assert all(learning_rate_factor(s, 10, 2, schedule) > 0 for s in range(1, 11))
+
+
+@pytest.mark.parametrize("key", ["advantage", "objective", "correction", "aggregate"])
+def test_an_unknown_choice_is_refused_naming_the_nearest(key: str) -> None:
+    good: Callable[[str], str] = lambda k: getattr(recipe_for().loss, k)  # noqa: E731
+    with pytest.raises(ValueError, match=f"loss.{key}.*did you mean {good(key)}"):
+        loss_spec(recipe_for(loss={key: good(key) + "x"}))
