@@ -40,7 +40,9 @@ class Parts:
         self.sampler = stack.enter_context(
             closing(
                 Sampler(
-                    _sampler_config(recipe, snapshot), threads=recipe.rollout.threads or cores, log=folder / "sampler.log"
+                    _sampler_config(recipe, snapshot),
+                    threads=recipe.rollout.threads or cores,
+                    log=folder / "sampler.log",
                 )
             )
         )
@@ -58,7 +60,7 @@ class Parts:
         self.prompts = {task.id: ids for task, ids in zip(everything, prompts, strict=True)}
         self.canary = Canary(self.prompts[train[0].id][-CANARY_TOKENS:], recipe.sync.tolerance)
         adapter = self.trainer.policy.adapter
-        shapes = {name: (tuple(a.shape), tuple(b.shape)) for name, (a, b) in adapter.factors().items()}
+        shapes = {name: (a.shape, b.shape) for name, (a, b) in adapter.factors().items()}
         self.factors = stack.enter_context(closing(SharedFactors(shapes, adapter.scale)))
         self._groups = 0
         self.sampler.wait_ready()
@@ -76,11 +78,18 @@ class Parts:
             for index, task in enumerate(tasks):
                 seeds = tuple(_seed(seed, purpose, index, member) for member in range(samples))
                 sampling = Sampling(
-                    rollout.max_tokens, rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p, rollout.stop
+                    rollout.max_tokens,
+                    rollout.temperature,
+                    rollout.top_p,
+                    rollout.top_k,
+                    rollout.min_p,
+                    rollout.stop,
                 )
                 self.sampler.submit(SubmitGroup(first + index, task.id, self.prompts[task.id], seeds, sampling))
             futures = {
-                (completion.group - first, completion.member): self.grader.submit(self.tasks[completion.task_id], completion)
+                (completion.group - first, completion.member): self.grader.submit(
+                    self.tasks[completion.task_id], completion
+                )
                 for completion in self.sampler.landed(len(tasks) * samples)
             }
         with timed(seconds, "grade"):  # what is left of it once the last answer has landed
@@ -100,7 +109,9 @@ class Parts:
         results = {}
         for name, tasks in self.suites.items():
             groups = self.sample_and_grade(tasks, self.recipe.eval.samples, f"eval-{name}", {})
-            self.record.rollouts(f"{name}-{when.replace(' ', '-')}", groups, self.trainer.advantages(groups), self.tasks)
+            self.record.rollouts(
+                f"{name}-{when.replace(' ', '-')}", groups, self.trainer.advantages(groups), self.tasks
+            )
             results[name] = suite_result(name, tasks, [item for group in groups for item in group])
             console.suite(results[name], when)
         return results

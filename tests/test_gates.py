@@ -30,5 +30,5 @@ def test_comparisons(rule: str, closed: bool) -> None:
 
 
 def test_an_unknown_metric_is_named() -> None:
-    with pytest.raises(RunError, match="pas_rate.*pass_rate"):
+    with pytest.raises(RunError, match=r"pas_rate.*pass_rate"):
         check_gates([Gate(metric="pas_rate", after=1, stop_if="> 1")], history(0.5))

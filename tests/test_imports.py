@@ -32,7 +32,18 @@ def test_kernels_and_sandbox_import_nothing_of_the_engine(package: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["sandbox", "engine.recipe", "engine.types", "engine.cli", "engine.preflight", "engine.reward", "engine.tasks", "engine.start", "engine.record"]
+    "module",
+    [
+        "sandbox",
+        "engine.recipe",
+        "engine.types",
+        "engine.cli",
+        "engine.preflight",
+        "engine.reward",
+        "engine.tasks",
+        "engine.start",
+        "engine.record",
+    ],
 )
 def test_imports_without_torch(module: str) -> None:
     hide = "import sys; sys.modules.update(torch=None, transformers=None, vllm=None)"

@@ -99,7 +99,15 @@ def test_two_steps_train_the_adapter_and_nothing_else_and_the_sampler_follows(pa
     moved = 0
     for step in (1, 2, 3, 4):  # the first two with a signal; a batch without one changes nothing
         groups = parts.sample_and_grade(parts.curriculum.take(8), 8, f"test-{step}", {})
-        assert {g.verdict.verdict for group in groups for g in group} <= {"AC", "WA", "RE", "CE", "TLE", "MLE", "OLE"}
+        assert {g.verdict.verdict for group in groups for g in group} <= {
+            "AC",
+            "WA",
+            "RE",
+            "CE",
+            "TLE",
+            "MLE",
+            "OLE",
+        }
         stats = trainer.step(groups, trainer.advantages(groups), 1)
         moved += not stats.skipped
         assert parts.sync(version=step, changed=not stats.skipped) < 1e-4

@@ -8,7 +8,11 @@ import pytest
 from engine import recipe as recipes
 from engine.recipe import RecipeError
 
-MINIMAL = {"run": {"name": "x", "steps": 3}, "model": {"source": "somewhere"}, "tasks": {"train": "generated:train"}}
+MINIMAL = {
+    "run": {"name": "x", "steps": 3},
+    "model": {"source": "somewhere"},
+    "tasks": {"train": "generated:train"},
+}
 
 
 def with_keys(**sections: dict[str, object]) -> dict[str, object]:
@@ -35,7 +39,10 @@ def test_shipped_recipes_are_valid_and_survive_a_round_trip(path: Path) -> None:
         (with_keys(reward={"passed": 0.0}), ["reward", "passed = 1.0"]),
         ({"run": {"name": "x", "steps": 3}}, ["model is missing", "tasks is missing"]),
         (with_keys(run={"name": "../escape"}), ["run.name", "../escape"]),
-        ({**MINIMAL, "gate": [{"metric": "pass_rate", "after": 3, "stop_if": "tiny"}]}, ["gate.0.stop_if", "tiny"]),
+        (
+            {**MINIMAL, "gate": [{"metric": "pass_rate", "after": 3, "stop_if": "tiny"}]},
+            ["gate.0.stop_if", "tiny"],
+        ),
     ],
 )
 def test_a_bad_recipe_is_refused_naming_key_value_and_nearest(table: dict[str, object], words: list[str]) -> None:
@@ -73,6 +80,10 @@ def test_a_circle_of_bases_and_broken_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text('base = "b.toml"')
     (tmp_path / "b.toml").write_text('base = "a.toml"')
     (tmp_path / "broken.toml").write_text("[run\n")
-    for name, word in (("a.toml", "comes back"), ("broken.toml", "not valid TOML"), ("c.toml", "no such recipe")):
+    for name, word in (
+        ("a.toml", "comes back"),
+        ("broken.toml", "not valid TOML"),
+        ("c.toml", "no such recipe"),
+    ):
         with pytest.raises(RecipeError, match=word):
             recipes.load(tmp_path / name)

@@ -8,7 +8,8 @@ from engine.snapshot import SnapshotError, check_source, hash_folder, resolve
 
 
 @pytest.mark.parametrize(
-    "source", ["nowhere", "hf:org/name", "hf:name@main", "pypi:package", "pypi:package>=1", "/", "s3://bucket/model"]
+    "source",
+    ["nowhere", "hf:org/name", "hf:name@main", "pypi:package", "pypi:package>=1", "/", "s3://bucket/model"],
 )
 def test_an_unknown_source_is_refused_with_the_known_forms(source: str) -> None:
     with pytest.raises(SnapshotError, match="hf:org/name@revision"):

@@ -11,9 +11,7 @@ from engine.types import Gain
 CHUNK = 500
 
 
-def paired_bootstrap(
-    before: Mapping[str, float], after: Mapping[str, float], *, resamples: int, seed: int = 0
-) -> Gain:
+def paired_bootstrap(before: Mapping[str, float], after: Mapping[str, float], *, resamples: int, seed: int = 0) -> Gain:
     """Resample problems with replacement and take the 2.5th and 97.5th percentile of the mean difference.
 
     `before` and `after`: a problem's pass rate by its id. Raises ValueError unless both hold the same problems.

@@ -38,7 +38,12 @@ def export_adapter(folder: Path, factors: Factors, lora: Lora, snapshot: Snapsho
         "rank_pattern": {},
         "alpha_pattern": {},
     }
-    info = {"base_model": snapshot.source, "base_model_sha256": snapshot.sha256, "step": step, "rank": lora.rank}
+    info = {
+        "base_model": snapshot.source,
+        "base_model_sha256": snapshot.sha256,
+        "step": step,
+        "rank": lora.rank,
+    }
     for name, content in (("adapter_config.json", config), ("training_info.json", info)):
         (folder / name).write_text(json.dumps(content, indent=2) + "\n")
     return folder

@@ -65,13 +65,17 @@ class Console:
     def suite(self, result: SuiteResult, when: str) -> None:
         """A suite's pass rate."""
         parts = ", ".join(f"{source.rpartition('/')[2]} {rate:.2f}" for source, rate in result.by_source.items())
-        self.say(f"{when}: {result.name} pass rate {result.pass_rate:.3f} over {len(result.by_problem)} tasks ({parts})")
+        self.say(
+            f"{when}: {result.name} pass rate {result.pass_rate:.3f} over {len(result.by_problem)} tasks ({parts})"
+        )
 
     def gain(self, name: str, before: float, after: float, gain: Gain) -> None:
         """Before, after and the interval between them."""
         self._console.print(
             f"[bold]{name}[/bold]: {before:.3f} -> {after:.3f}, "
-            f"gain {gain.mean:+.3f}, 95% interval [{gain.low:+.3f}, {gain.high:+.3f}]".replace("95% interval [", "95% interval \\["),
+            f"gain {gain.mean:+.3f}, 95% interval [{gain.low:+.3f}, {gain.high:+.3f}]".replace(
+                "95% interval [", "95% interval \\["
+            ),
             soft_wrap=True,
         )
 

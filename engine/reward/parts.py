@@ -22,7 +22,11 @@ def well_formed(verdict: Verdict) -> float:
     return float(verdict.verdict not in ("NO_CODE", "CE"))
 
 
-REWARD_PARTS: dict[str, Callable[[Verdict], float]] = {"passed": passed, "share": share, "format": well_formed}
+REWARD_PARTS: dict[str, Callable[[Verdict], float]] = {
+    "passed": passed,
+    "share": share,
+    "format": well_formed,
+}
 
 
 def reward_of(verdict: Verdict, weights: Mapping[str, float]) -> tuple[float | None, dict[str, float]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from engine.types import Completion
 
@@ -13,7 +13,7 @@ class SamplerConfig:
     """Everything that a sampler process needs to load its model; never changes while it lives."""
 
     model_dir: str
-    dtype: str
+    dtype: Literal["float32", "bfloat16"]
     device: str
     max_model_len: int
     max_sequences: int

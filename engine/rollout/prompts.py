@@ -26,7 +26,7 @@ def render_prompts(
         elif isinstance(task.prompt, str):
             text = task.prompt
         else:
-            raise InputError(f"task {task.id} has chat messages: set tasks.prompt = \"chat\"")
+            raise InputError(f'task {task.id} has chat messages: set tasks.prompt = "chat"')
         ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
         if not 0 < len(ids) <= limit:
             raise InputError(f"task {task.id}: its prompt has {len(ids)} tokens, rollout.max_prompt_tokens is {limit}")

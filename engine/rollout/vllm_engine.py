@@ -63,7 +63,9 @@ class VllmEngine:
             name = str(next(self._names))
             self._requests[name] = (group, member, self._policy_version)
             self._llm.llm_engine.add_request(
-                name, TokensPrompt(prompt_token_ids=list(group.prompt_ids)), _params(group.sampling, group.seeds[member])
+                name,
+                TokensPrompt(prompt_token_ids=list(group.prompt_ids)),
+                _params(group.sampling, group.seeds[member]),
             )
         return [self._completion(out) for out in self._llm.llm_engine.step() if out.finished]
 
@@ -76,8 +78,8 @@ class VllmEngine:
             raise RuntimeError("score: groups are still being sampled")
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
         [out] = self._llm.generate(TokensPrompt(prompt_token_ids=list(token_ids)), params, use_tqdm=False)
-        rows = out.prompt_logprobs[1:]
-        return tuple(row[token].logprob for row, token in zip(rows, token_ids[1:], strict=True))
+        rows: Any = out.prompt_logprobs
+        return tuple(row[token].logprob for row, token in zip(rows[1:], token_ids[1:], strict=True))
 
     def bind(self, address: dict[str, Any]) -> int:
         """Map the shared factors and find the place of each in the model; the number of factor pairs bound."""

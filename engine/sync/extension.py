@@ -32,9 +32,7 @@ class WorkerExtension:
     def rlvr_bind(self, address: dict[str, Any]) -> int:
         """Map the trainer's factors and find each one's place; the number of pairs. Raises where one has none."""
         self.rlvr_factors, self.rlvr_scale = attach(address)
-        self.rlvr_installer = MergedInstall(
-            self.model_runner.get_model(), self.rlvr_model_dir, list(self.rlvr_factors)
-        )
+        self.rlvr_installer = MergedInstall(self.model_runner.get_model(), self.rlvr_model_dir, list(self.rlvr_factors))
         return len(self.rlvr_factors)
 
     def rlvr_install(self, version: int) -> dict[str, float]:

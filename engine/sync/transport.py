@@ -19,13 +19,13 @@ from engine.types import Factors
 class SharedFactors:
     """The trainer's side: the buffer and where each factor stands in it."""
 
-    def __init__(self, shapes: Mapping[str, tuple[tuple[int, int], tuple[int, int]]], scale: float) -> None:
+    def __init__(self, shapes: Mapping[str, tuple[torch.Size, torch.Size]], scale: float) -> None:
         """`shapes`: (shape of A, shape of B) by module name; `scale`: what B A is multiplied by."""
-        self._places: dict[str, tuple[int, tuple[int, int], int, tuple[int, int]]] = {}
+        self._places: dict[str, tuple[int, tuple[int, ...], int, tuple[int, ...]]] = {}
         offset = 0
         for name, (a, b) in shapes.items():
-            self._places[name] = (offset, a, offset + a[0] * a[1], b)
-            offset += a[0] * a[1] + b[0] * b[1]
+            self._places[name] = (offset, tuple(a), offset + a.numel(), tuple(b))
+            offset += a.numel() + b.numel()
         self._scale = scale
         self._fd = os.memfd_create("rlvr-factors")
         os.ftruncate(self._fd, 4 * offset)

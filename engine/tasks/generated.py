@@ -99,7 +99,9 @@ def generated(split: str) -> list[Task]:
     Raises InputError for another name.
     """
     if split not in SPLITS:
-        raise InputError(f"tasks source generated:{split} is unknown; known: {', '.join(f'generated:{s}' for s in SPLITS)}")
+        raise InputError(
+            f"tasks source generated:{split} is unknown; known: {', '.join(f'generated:{s}' for s in SPLITS)}"
+        )
     return [
         _task(family, k)
         for family in FAMILIES
@@ -117,7 +119,8 @@ def _split_of(family: Family, i: int) -> str | None:
 def _task(family: Family, k: int) -> Task:
     statement, expression = family.statement.format(k=k), family.expression.format(k=k)
     cases = tuple(
-        StdinCase(f"{a} {b}\n", f"{family.value(a, b, k)}\n") for a, b in _inputs(random.Random(f"{family.name}/{k}"), k)
+        StdinCase(f"{a} {b}\n", f"{family.value(a, b, k)}\n")
+        for a, b in _inputs(random.Random(f"{family.name}/{k}"), k)
     )
     return Task(
         id=f"generated/{family.name}/{k}",

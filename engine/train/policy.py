@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from engine.train.lora import Adapter, add_lora, match_targets
 from kernels.attention import register_attention
@@ -22,12 +24,18 @@ class Policy:
     """A causal language model with an adapter, and its forward over packed segments."""
 
     def __init__(
-        self, model_dir: Path, *, dtype: str, device: str, targets: Sequence[str], rank: int, scale: float, seed: int
+        self,
+        model_dir: Path,
+        *,
+        dtype: str,
+        device: str,
+        targets: Sequence[str],
+        rank: int,
+        scale: float,
+        seed: int,
     ) -> None:
         register_attention(ATTENTION)
-        self.model = AutoModelForCausalLM.from_pretrained(
-            model_dir, dtype=DTYPES[dtype], attn_implementation=ATTENTION, local_files_only=True
-        ).to(device)
+        self.model = _load(model_dir, dtype).to(device)
         self.model.eval()
         self.adapter: Adapter = add_lora(self.model, targets, rank=rank, scale=scale, seed=seed)
         self.device = torch.device(device)
@@ -58,6 +66,13 @@ class Policy:
         state = self.hidden(ids[:-1], Layout((0, len(token_ids) - 1), (-1,)))
         logprobs, _ = token_logprobs(state, self.head, ids[1:])
         return tuple(logprobs.tolist())
+
+
+def _load(model_dir: Path, dtype: str) -> Any:
+    disable_progress_bar()
+    return AutoModelForCausalLM.from_pretrained(
+        model_dir, dtype=DTYPES[dtype], attn_implementation=ATTENTION, local_files_only=True
+    )
 
 
 def check_targets(model_dir: Path, targets: Sequence[str]) -> int:

@@ -72,15 +72,14 @@ class Trainer:
         self._apply(norm)
         return self._stats(batches, parts, float(norm), lr)
 
-    def _trainable(
-        self, groups: Sequence[Sequence[Graded]], advantages: Sequence[Sequence[float]]
-    ) -> list[Trained]:
-        members = [(g, a) for group, row in zip(groups, advantages, strict=True) for g, a in zip(group, row, strict=True)]
+    def _trainable(self, groups: Sequence[Sequence[Graded]], advantages: Sequence[Sequence[float]]) -> list[Trained]:
+        members = [
+            (g, a) for group, row in zip(groups, advantages, strict=True) for g, a in zip(group, row, strict=True)
+        ]
         return [
             Trained(graded.completion, advantage, sequence)
             for sequence, (graded, advantage) in enumerate(members)
-            if graded.reward is not None
-            and not (self._recipe.loss.mask_truncated and graded.completion.truncated)
+            if graded.reward is not None and not (self._recipe.loss.mask_truncated and graded.completion.truncated)
         ]
 
     def _micro_batch(
@@ -110,7 +109,7 @@ class Trainer:
                 lambda new, entropy, at: loss_of_rows(new, entropy, rows, self._spec, at),
                 temperature=temperature,
             )
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         return float(loss.detach()), logprobs.detach(), entropies.detach(), rows
 
     def _set_lr(self, step: int) -> float:
@@ -147,7 +146,10 @@ class Trainer:
         new = torch.cat([logprobs for _, logprobs, _, _ in parts])
         sampled = torch.cat([rows.sampled for *_, rows in parts])
         clipped = torch.cat(
-            [OBJECTIVES[self._spec.objective](tokens_of(lp, rows, slice(None)), self._spec)[1] for _, lp, _, rows in parts]
+            [
+                OBJECTIVES[self._spec.objective](tokens_of(lp, rows, slice(None)), self._spec)[1]
+                for _, lp, _, rows in parts
+            ]
         )
         gap = new - sampled
         return StepStats(

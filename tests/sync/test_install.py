@@ -40,7 +40,10 @@ def base(tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
 def factors(weights: dict[str, torch.Tensor], seed: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(seed)
     return {
-        name.removesuffix(".weight"): (torch.randn(3, 4, generator=generator), torch.randn(len(w), 3, generator=generator))
+        name.removesuffix(".weight"): (
+            torch.randn(3, 4, generator=generator),
+            torch.randn(len(w), 3, generator=generator),
+        )
         for name, w in weights.items()
         if "k_proj" not in name
     }

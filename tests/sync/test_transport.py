@@ -11,7 +11,10 @@ import torch
 
 from engine.sync.transport import SharedFactors, attach
 
-SHAPES = {"a.q_proj": ((2, 5), (3, 2)), "b.down_proj": ((2, 7), (4, 2))}
+SHAPES = {
+    "a.q_proj": (torch.Size((2, 5)), torch.Size((3, 2))),
+    "b.down_proj": (torch.Size((2, 7)), torch.Size((4, 2))),
+}
 READER = """
 import pickle, sys
 from engine.sync.transport import attach

@@ -39,7 +39,10 @@ def test_every_token_is_predicted_from_its_prompt_and_the_tokens_before_it(budge
             item = trained[sequence]
             position = seen[sequence]
             assert target == item.completion.token_ids[position]
-            assert chain_text(batch, row) == [*item.completion.prompt_ids, *item.completion.token_ids[:position]]
+            assert chain_text(batch, row) == [
+                *item.completion.prompt_ids,
+                *item.completion.token_ids[:position],
+            ]
             assert float(batch.advantages[row]) == pytest.approx(item.advantage)
             assert float(batch.sampled_logprobs[row]) == pytest.approx(item.completion.logprobs[position])
             seen[sequence] += 1

@@ -18,7 +18,13 @@ def load(folder: Path) -> torch.nn.Module:
 
 @pytest.mark.parametrize(
     ("targets", "count"),
-    [(ALL, 14), (("q_proj",), 2), (("layers.1.mlp.down_proj",), 1), ((r"model\.layers\.0\..*",), 7), (("lm_head",), 1)],
+    [
+        (ALL, 14),
+        (("q_proj",), 2),
+        (("layers.1.mlp.down_proj",), 1),
+        ((r"model\.layers\.0\..*",), 7),
+        (("lm_head",), 1),
+    ],
 )
 def test_targets_match_by_name_suffix_and_expression(tiny_model: Path, targets: tuple[str, ...], count: int) -> None:
     assert len(match_targets(load(tiny_model), targets)) == count

@@ -20,7 +20,13 @@ def tokens(new: list[float], old: list[float], sampled: list[float], advantages:
     def double(values: list[float]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float64)
 
-    return Tokens(double(new), double(old), double(sampled), double(advantages), torch.zeros(len(new), dtype=torch.int64))
+    return Tokens(
+        double(new),
+        double(old),
+        double(sampled),
+        double(advantages),
+        torch.zeros(len(new), dtype=torch.int64),
+    )
 
 
 SHARED = tokens(NEW, OLD, SAMPLED, A)
@@ -46,7 +52,10 @@ def test_clip_per_token() -> None:
         (replace(CLIP, correction="truncate", correction_high=0.8), -0.47442),
         (replace(CLIP, correction="truncate", correction_high=2.0), -0.20650),
         (LossSpec(objective="cispo", ratio_low=0.8, ratio_high=1.2), 0.59380),
-        (LossSpec(objective="cispo", ratio_low=0.8, ratio_high=1.2, correction="truncate", correction_high=1e9), 0.11369),
+        (
+            LossSpec(objective="cispo", ratio_low=0.8, ratio_high=1.2, correction="truncate", correction_high=1e9),
+            0.11369,
+        ),
         (replace(CLIP, objective="gspo"), -0.60571),
     ],
 )
@@ -157,9 +166,7 @@ def test_sequence_mask_keeps_rho_inside_and_drops_whole_completions_outside() ->
     assert weights.tolist() == pytest.approx([0.5, 2.0, 0.0, 0.0])
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"), [("token", 14 / 6), ("sequence", 2.0), ("constant", 0.875)]
-)
+@pytest.mark.parametrize(("name", "expected"), [("token", 14 / 6), ("sequence", 2.0), ("constant", 0.875)])
 def test_aggregates(name: str, expected: float) -> None:
     spec = LossSpec(constant_length=8)
     losses, lengths = ([1.0, 1.0], [3.0] * 4), (2, 4)

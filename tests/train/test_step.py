@@ -168,7 +168,8 @@ def test_the_temperature_divides_the_logits(tiny_model: Path) -> None:
                     logits = plain(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
                 logprobs = (logits / 0.6).log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
                 group[m] = graded(
-                    completion(item.completion.group, m, prompt, ids, logprobs=tuple(logprobs.tolist())), item.reward
+                    completion(item.completion.group, m, prompt, ids, logprobs=tuple(logprobs.tolist())),
+                    item.reward,
                 )
         assert policy.model is not None
         return trainer.step(data, trainer.advantages(data), 1).mismatch_max
@@ -190,7 +191,11 @@ def test_a_gradient_that_is_no_number_is_skipped_and_ten_in_a_row_stop(tiny_mode
 
 @pytest.mark.parametrize(
     ("schedule", "factors"),
-    [("constant", [1 / 3, 2 / 3, 1, 1, 1]), ("linear", [1 / 3, 2 / 3, 1, 7 / 8, 6 / 8]), ("cosine", [1 / 3, 2 / 3, 1])],
+    [
+        ("constant", [1 / 3, 2 / 3, 1, 1, 1]),
+        ("linear", [1 / 3, 2 / 3, 1, 7 / 8, 6 / 8]),
+        ("cosine", [1 / 3, 2 / 3, 1]),
+    ],
 )
 def test_learning_rate(schedule: str, factors: list[float]) -> None:
     found = [learning_rate_factor(step, 10, 2, schedule) for step in range(1, len(factors) + 1)]
