@@ -67,6 +67,37 @@ def show(run_path: Path, step: int | None) -> None:
     show_step(run_path, step)
 
 
+@commands.command()
+@click.argument("file", metavar="FILE.jsonl", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.option("--jobs", type=click.IntRange(min=1), help="Programs judged at once; every core if left out.")
+@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Where the verdicts go, else stdout.")
+@click.option("--all-cases", is_flag=True, help="Run every case of a program, also after one has failed.")
+def grade(file: Path, jobs: int | None, out: Path | None, all_cases: bool) -> None:
+    """Grade the completions in FILE.jsonl, a line each; needs no torch."""
+    from engine.reward.grade_file import grade_file
+
+    done = grade_file(file, out, jobs, stop_at_first_failure=not all_cases)
+    counts = ", ".join(f"{count} {verdict}" for verdict, count in sorted(done.verdicts.items()))
+    click.echo(f"graded {done.lines} lines: {counts}; {done.soft} soft", err=True)
+
+
+@commands.group()
+def sandbox() -> None:
+    """The jails that run programs."""
+
+
+@sandbox.command("check")
+def sandbox_check() -> None:
+    """Prove each protection on this machine and run the four smokes."""
+    from sandbox.selftest import selftest, smokes
+
+    rows = [(row.ok, row.name, row.detail) for row in selftest().rows]
+    rows += [(s.ok, f"smoke: {s.name}", f"{s.verdict} in {s.seconds:.2f} s") for s in smokes()]
+    for ok, name, detail in rows:
+        click.echo(f"{'ok  ' if ok else 'FAIL'} {name}: {detail}")
+    sys.exit(0 if all(ok for ok, _, _ in rows) else 1)
+
+
 def main() -> None:
     """Run a command; failures on purpose become one message and an exit code, 2 for bad input, 1 for a failed run."""
     try:

@@ -15,7 +15,7 @@ from engine.recipe import Recipe
 from engine.record import Console, RunFolder
 from engine.reward import Grader
 from engine.rollout import Sampler, render_prompts
-from engine.rollout.messages import SamplerConfig, Sampling, SubmitGroup
+from engine.rollout.messages import Group, SamplerConfig, Sampling
 from engine.snapshot import Snapshot
 from engine.sync import Canary, SharedFactors
 from engine.tasks import Curriculum, load_tasks
@@ -74,18 +74,22 @@ class Parts:
         rollout, seed = self.recipe.rollout, self.recipe.run.seed
         first = self._groups
         self._groups += len(tasks)
+        sampling = Sampling(
+            rollout.max_tokens, rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p, rollout.stop
+        )
         with timed(seconds, "sample"):
-            for index, task in enumerate(tasks):
-                seeds = tuple(_seed(seed, purpose, index, member) for member in range(samples))
-                sampling = Sampling(
-                    rollout.max_tokens,
-                    rollout.temperature,
-                    rollout.top_p,
-                    rollout.top_k,
-                    rollout.min_p,
-                    rollout.stop,
-                )
-                self.sampler.submit(SubmitGroup(first + index, task.id, self.prompts[task.id], seeds, sampling))
+            self.sampler.submit(
+                [
+                    Group(
+                        group=first + index,
+                        task_id=task.id,
+                        prompt_ids=self.prompts[task.id],
+                        seeds=tuple(_seed(seed, purpose, index, member) for member in range(samples)),
+                        sampling=sampling,
+                    )
+                    for index, task in enumerate(tasks)
+                ]
+            )
             futures = {
                 (completion.group - first, completion.member): self.grader.submit(
                     self.tasks[completion.task_id], completion

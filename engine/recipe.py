@@ -166,14 +166,36 @@ class Reward(Section):
 
 
 class Loss(Section):
-    """`[loss]`: four choices and two coefficients; see docs/extending-the-loss.md."""
+    """`[loss]`: four choices, by their names in the tables of engine/train/, and two coefficients."""
 
     advantage: str = "group"
+    """From a group's rewards to its advantages: group, centred, leave_one_out, max_rl."""
     objective: str = "clip"
+    """The loss of a token: clip, importance_sampling, cispo, gspo, reinforce."""
     correction: str = "none"
+    """Of trainer against sampler: none, truncate, mask, sequence_mask."""
     aggregate: str = "token"
+    """What a completion's tokens weigh: token, sequence, constant (by rollout.max_tokens)."""
     clip_low: Fraction = 0.2
     clip_high: Annotated[float, Field(gt=0)] = 0.28
+    """clip and gspo keep the ratio within 1 - clip_low and 1 + clip_high."""
+    dual_clip: Annotated[float, Field(ge=0)] = 0.0
+    """clip: largest ratio that a negative advantage is charged for; 0 is off."""
+    delta: Annotated[float, Field(ge=0)] = 0.0
+    """clip: largest ratio in the unclipped branch; 0 is off."""
+    ratio_low: Annotated[float, Field(ge=0)] = 0.0
+    ratio_high: Annotated[float, Field(gt=0)] = 5.0
+    """cispo's bounds, as absolute ratios."""
+    correction_low: Annotated[float, Field(ge=0)] = 0.5
+    """mask, sequence_mask: smallest weight trainer / sampler that is trained on."""
+    correction_high: Annotated[float, Field(gt=0)] = 2.0
+    """truncate: cap of the weight; mask, sequence_mask: largest that is trained on."""
+    kl: Annotated[float, Field(ge=0)] = 0.0
+    """Coefficient of the KL to the adapter-free base; 0 runs no reference forward."""
+    kl_estimator: str = "k3"
+    """k1, k2, k3."""
+    entropy: Annotated[float, Field(ge=0)] = 0.0
+    """Coefficient of the mean token entropy, which is rewarded."""
     mask_truncated: bool = False
     """Completions that hit max_tokens train nothing; they still count in their group's statistics."""
 

@@ -113,6 +113,8 @@ class StepStats:
     grad_norm: float
     lr: float
     entropy: float
+    kl: float
+    """k3 estimate of the KL to the base; 0 where the recipe has no KL term."""
     clip_low_share: float
     clip_high_share: float
     mismatch_mean: float

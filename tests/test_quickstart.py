@@ -15,7 +15,7 @@ import torch
 from engine import recipe as recipes
 from engine.errors import RunError
 from engine.parts import Parts
-from engine.rollout.messages import Sampling, SubmitGroup
+from engine.rollout.messages import Group, Sampling
 from engine.snapshot import Snapshot, resolve
 from engine.types import Completion
 
@@ -81,7 +81,7 @@ def trainer_logprobs(parts: Parts, completion: Completion) -> list[float]:
 def sampled(parts: Parts, seed: int) -> list[Completion]:
     task = parts.curriculum.tasks[0]
     sampling = Sampling(RECIPE.rollout.max_tokens, RECIPE.rollout.temperature)
-    parts.sampler.submit(SubmitGroup(seed, task.id, parts.prompts[task.id], tuple(range(seed, seed + 4)), sampling))
+    parts.sampler.submit([Group(seed, task.id, parts.prompts[task.id], tuple(range(seed, seed + 4)), sampling)])
     return sorted(parts.sampler.landed(4), key=lambda c: c.member)
 
 
@@ -141,7 +141,7 @@ def test_a_factor_that_vllm_has_no_place_for_fails_the_sync(parts: Parts) -> Non
         parts.sampler.bind({**address, "places": places})
 
 
-def test_a_whole_run_writes_what_a_person_needs(snapshot: Snapshot, tmp_path: Path) -> None:
+def test_a_whole_run_writes_what_a_person_needs_and_its_seed_repeats_it(snapshot: Snapshot, tmp_path: Path) -> None:
     from engine.record import create_folder
     from engine.run import run
 
@@ -152,7 +152,16 @@ def test_a_whole_run_writes_what_a_person_needs(snapshot: Snapshot, tmp_path: Pa
     assert heldout["ci95"][0] <= heldout["gain"] <= heldout["ci95"][1]
     assert summary["steps"] == 2
     assert summary["mismatch"]["mean_abs_logprob"] < 1e-4
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [1, 2]
+    first = metrics(tmp_path / "run")
+    assert [line["step"] for line in first] == [1, 2]
     assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").stat().st_size > 1e6
     assert not [line for line in processes() if "engine.rollout.worker" in line]
+
+    run(RECIPE, create_folder(tmp_path / "again"), snapshot, len(os.sched_getaffinity(0)))
+    assert metrics(tmp_path / "again") == first
+
+
+def metrics(folder: Path) -> list[dict[str, float]]:
+    """The lines of metrics.jsonl without their wall-clock fields."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if not k.startswith(("time/", "perf/"))} for line in lines]

@@ -35,6 +35,7 @@ def step_metrics(
         "grad_norm": stats.grad_norm,
         "lr": stats.lr,
         "entropy": stats.entropy,
+        "kl": stats.kl,
         "clip/low_share": stats.clip_low_share,
         "clip/high_share": stats.clip_high_share,
         "mismatch/mean_abs_logprob": stats.mismatch_mean,

@@ -13,6 +13,8 @@ from engine.reward.parts import reward_of
 from engine.types import Completion, Graded, Task
 from sandbox import Limits, Pool, Verdict
 
+CLOSE_SECONDS = 30.0
+
 
 class Grader:
     """Starts the pool at once and raises what its self-test raises; `close` ends every jail."""
@@ -29,6 +31,7 @@ class Grader:
             tmp_mb=sandbox.tmp_mb,
         )
         self._pool = Pool(sandbox.workers or len(os.sched_getaffinity(0)), require=sandbox.require)
+        self._grading: set[asyncio.Task[Graded]] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="grader", daemon=True)
         self._thread.start()
@@ -40,7 +43,7 @@ class Grader:
 
     def submit(self, task: Task, completion: Completion) -> Future[Graded]:
         """Grade in the background. The future raises SandboxError where the machine can't run jails."""
-        return asyncio.run_coroutine_threadsafe(self._grade(task, completion), self._loop)
+        return asyncio.run_coroutine_threadsafe(self._tracked(task, completion), self._loop)
 
     @property
     def infra_retries(self) -> int:
@@ -48,13 +51,25 @@ class Grader:
         return self._pool.stats.infra_retries
 
     def close(self) -> None:
-        """End the pool and its thread."""
+        """End the pool and its thread; what is still being graded is given up."""
         if self._loop.is_closed():
             return
         try:
-            asyncio.run_coroutine_threadsafe(self._pool.__aexit__(None, None, None), self._loop).result(timeout=30)
+            asyncio.run_coroutine_threadsafe(self._shut(), self._loop).result(timeout=CLOSE_SECONDS)
         finally:
             self._stop_loop()
+
+    async def _shut(self) -> None:
+        for task in self._grading:
+            task.cancel()
+        await asyncio.gather(*self._grading, return_exceptions=True)
+        await self._pool.__aexit__(None, None, None)
+
+    async def _tracked(self, task: Task, completion: Completion) -> Graded:
+        work = asyncio.ensure_future(self._grade(task, completion))
+        self._grading.add(work)
+        work.add_done_callback(self._grading.discard)
+        return await work
 
     async def _grade(self, task: Task, completion: Completion) -> Graded:
         program = program_of(task, completion.text)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from engine.rollout.messages import SubmitGroup
+from engine.rollout.messages import Group
 
 Prefix = tuple[int, ...]
 
@@ -21,7 +21,7 @@ class Admission:
     block_size: int
     step_tokens: int
     """Prompt tokens that one engine step computes at most."""
-    _waiting: deque[tuple[SubmitGroup, int]] = field(default_factory=deque)
+    _waiting: deque[tuple[Group, int]] = field(default_factory=deque)
     _computed: set[Prefix] = field(default_factory=set)
     _coming: set[Prefix] = field(default_factory=set)
     _steps_left: int = 0
@@ -29,7 +29,7 @@ class Admission:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def add(self, group: SubmitGroup) -> None:
+    def add(self, group: Group) -> None:
         """Queue every member of a group."""
         self._waiting.extend((group, member) for member in range(len(group.seeds)))
 
@@ -37,7 +37,7 @@ class Admission:
         """The cache was dropped: nothing is computed any more."""
         self._computed.clear()
 
-    def next_wave(self) -> list[tuple[SubmitGroup, int]]:
+    def next_wave(self) -> list[tuple[Group, int]]:
         """What may enter before the next engine step; call it once for each step."""
         if self._steps_left > 0:
             self._steps_left -= 1
@@ -45,8 +45,8 @@ class Admission:
                 return []
             self._computed |= self._coming
             self._coming = set()
-        wave: list[tuple[SubmitGroup, int]] = []
-        later: deque[tuple[SubmitGroup, int]] = deque()
+        wave: list[tuple[Group, int]] = []
+        later: deque[tuple[Group, int]] = deque()
         new_tokens = 0
         for group, member in self._waiting:
             blocks = self._blocks(group.prompt_ids)

@@ -37,14 +37,21 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
-class SubmitGroup:
-    """Sample one completion of `prompt_ids` for each seed."""
+class Group:
+    """One completion of `prompt_ids` for each seed."""
 
     group: int
     task_id: str
     prompt_ids: tuple[int, ...]
     seeds: tuple[int, ...]
     sampling: Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """Sample these groups. They enter together, so that what is batched with what does not depend on the clock."""
+
+    groups: tuple[Group, ...]
 
 
 @dataclass(frozen=True, slots=True)

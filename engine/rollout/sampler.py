@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -18,6 +18,7 @@ from engine.rollout.messages import (
     Bind,
     Bound,
     Failed,
+    Group,
     Install,
     Installed,
     Landed,
@@ -25,7 +26,7 @@ from engine.rollout.messages import (
     SamplerConfig,
     Score,
     Scored,
-    SubmitGroup,
+    Submit,
 )
 from engine.types import Completion
 
@@ -66,9 +67,9 @@ class Sampler:
         """Wait until the model is loaded."""
         return self._answer(Ready, "loading its model", LOAD_SECONDS)
 
-    def submit(self, group: SubmitGroup) -> None:
-        """Queue a group for sampling."""
-        self._send(group)
+    def submit(self, groups: Sequence[Group]) -> None:
+        """Queue groups for sampling."""
+        self._send(Submit(tuple(groups)))
 
     def landed(self, count: int, deadline_seconds: float = ANSWER_SECONDS) -> Iterator[Completion]:
         """The next `count` completions, each as it finishes; the deadline holds between two of them."""

@@ -11,7 +11,7 @@ import vllm
 from vllm import LLM, SamplingParams, TokensPrompt
 
 from engine.rollout.admission import Admission
-from engine.rollout.messages import SamplerConfig, Sampling, SubmitGroup
+from engine.rollout.messages import Group, SamplerConfig, Sampling
 from engine.types import Completion
 
 BLOCK_SIZE = 32
@@ -26,7 +26,7 @@ class VllmEngine:
     def __init__(self, config: SamplerConfig) -> None:
         self.version = vllm.__version__
         self._policy_version = 0
-        self._requests: dict[str, tuple[SubmitGroup, int, int]] = {}
+        self._requests: dict[str, tuple[Group, int, int]] = {}
         self._names = itertools.count()
         self._admission = Admission(BLOCK_SIZE, STEP_TOKENS)
         self._llm = LLM(
@@ -53,9 +53,10 @@ class VllmEngine:
         """Something is being sampled or waits for it."""
         return bool(self._requests) or len(self._admission) > 0
 
-    def submit(self, group: SubmitGroup) -> None:
-        """Queue a group; its completions come out of `step`, each as it finishes."""
-        self._admission.add(group)
+    def submit(self, groups: tuple[Group, ...]) -> None:
+        """Queue groups; their completions come out of `step`, each as it finishes."""
+        for group in groups:
+            self._admission.add(group)
 
     def step(self) -> list[Completion]:
         """One engine step; the completions that finished in it."""

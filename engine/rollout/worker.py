@@ -24,7 +24,7 @@ from engine.rollout.messages import (
     SamplerConfig,
     Score,
     Scored,
-    SubmitGroup,
+    Submit,
 )
 
 _PR_SET_PDEATHSIG = 1
@@ -54,8 +54,8 @@ def _serve(connection: Connection) -> None:
     while True:
         while connection.poll(0 if engine.busy else None):
             match connection.recv():
-                case SubmitGroup() as group:
-                    engine.submit(group)
+                case Submit(groups):
+                    engine.submit(groups)
                 case Score(token_ids):
                     connection.send(Scored(engine.score(token_ids)))
                 case Bind(address):

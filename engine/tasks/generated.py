@@ -16,7 +16,6 @@ from engine.types import Task
 from sandbox import StdinCase, StdinTests
 
 STARTER = "a, b = map(int, input().split())\nprint("
-CASES = 8
 SPLITS = ("train", "heldout-parameters", "heldout-families")
 
 
@@ -66,18 +65,14 @@ FAMILIES: tuple[Family, ...] = (
     Family("smallermul", 2, "{k} times the minimum of a and b", "{k} * min(a, b)", lambda a, b, k: k * min(a, b), SMALL),
     Family("largest3", 2, "the maximum of a, b and {k}", "max(a, b, {k})", lambda a, b, k: max(a, b, k), LARGE),
     Family("smallest3", 2, "the minimum of a, b and {k}", "min(a, b, {k})", lambda a, b, k: min(a, b, k), LARGE),
-    Family("repeat", 2, "the string of a, {k} times", "str(a) * {k}", lambda a, b, k: str(a) * k, SMALL),
     Family("spread", 3, "the absolute value of a minus b, times {k}", "abs(a - b) * {k}", lambda a, b, k: abs(a - b) * k, SMALL),
     Family("closer", 3, "the maximum of a minus {k} and zero", "max(a - {k}, 0)", lambda a, b, k: max(a - k, 0), LARGE),
-    Family("clamp", 3, "a times b, but at most {k}0", "min(a * b, {k}0)", lambda a, b, k: min(a * b, k * 10), LARGE),
-    Family("middle", 3, "the middle of the sorted list of a, b and {k}", "sorted([a, b, {k}])[1]", lambda a, b, k: sorted([a, b, k])[1], LARGE),
-    Family("digitsum", 3, "the sum of the digits of the string of a plus {k}", "sum(map(int, str(a + {k})))", lambda a, b, k: _digits(a + k), LARGE),
-    Family("length", 3, "the length of a to the power of {k}", "len(str(a ** {k}))", lambda a, b, k: len(str(a**k)), SMALL),
+    Family("squares", 2, "the square of a minus {k} times b", "a ** 2 - {k} * b", lambda a, b, k: a**2 - k * b, SMALL),
+    Family("length", 3, "the length of the string of a times {k}", "len(str(a * {k}))", lambda a, b, k: len(str(a * k)), SMALL),
+    Family("capped", 3, "the minimum of a minus b and {k}", "min(a - b, {k})", lambda a, b, k: min(a - b, k), LARGE),
+    Family("farther", 3, "the maximum of {k} times a and b", "max({k} * a, b)", lambda a, b, k: max(k * a, b), SMALL),
     Family("above", 3, "yes if a is larger than {k}, otherwise no", '"yes" if a > {k} else "no"', lambda a, b, k: "yes" if a > k else "no", LARGE),
     Family("divides", 3, "yes if a modulo {k} is 0, otherwise no", '"yes" if a % {k} == 0 else "no"', lambda a, b, k: "no" if a % k else "yes", SMALL),
-    Family("sumto", 3, "the sum of all numbers from 1 to a, plus {k}", "a * (a + 1) // 2 + {k}", lambda a, b, k: a * (a + 1) // 2 + k, LARGE),
-    Family("reverse", 3, "the string of a plus {k}, reversed", "str(a + {k})[::-1]", lambda a, b, k: str(a + k)[::-1], LARGE),
-    Family("sorted3", 3, "the sorted list of a, b and {k}, unpacked", "*sorted([a, b, {k}])", lambda a, b, k: " ".join(map(str, sorted([a, b, k]))), LARGE),
     Family("cube", 2, "the cube of a, minus {k}", "a ** 3 - {k}", lambda a, b, k: a**3 - k, LARGE, heldout=True),
     Family("diffmod", 2, "the difference a minus b, modulo {k}", "(a - b) % {k}", lambda a, b, k: (a - b) % k, SMALL, heldout=True),
     Family("smalleradd", 2, "the minimum of a and b, plus {k}", "min(a, b) + {k}", lambda a, b, k: min(a, b) + k, LARGE, heldout=True),
@@ -133,10 +128,17 @@ def _task(family: Family, k: int) -> Task:
 
 
 def _inputs(rng: random.Random, k: int) -> list[tuple[int, int]]:
-    """Distinct pairs on both sides of k and of each other, so that no neighbouring expression passes by chance."""
-    pairs = [(k, k + 3), (k - 1, 2), (3 * k, k), (k + 1, 2 * k + 1)]
-    while len(pairs) < CASES:
-        pair = (rng.randint(1, 99), rng.randint(1, 99))
-        if pair not in pairs:
-            pairs.append(pair)
+    """Distinct pairs on both sides of k, on its multiples and on it, so that few wrong expressions pass many cases."""
+    below, above, any_of = range(1, k), range(k + 1, 2 * k + 20), range(1, 100)
+    multiples = range(2 * k, 7 * k, k)
+    patterns = [
+        (below, above), (above, below), (above, above), (below, below),
+        (multiples, any_of), (any_of, multiples), (range(k, k + 1), any_of), (any_of, any_of),
+    ]  # fmt: skip
+    pairs: list[tuple[int, int]] = []
+    for first, second in patterns:
+        pair = (rng.choice(first), rng.choice(second))
+        while pair in pairs:
+            pair = (rng.choice(any_of), rng.choice(any_of))
+        pairs.append(pair)
     return pairs

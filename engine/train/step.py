@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -13,12 +14,22 @@ from engine.recipe import Recipe
 from engine.train.advantage import ADVANTAGES
 from engine.train.layout import Trained, pack
 from engine.train.loss import Rows, loss_of_rows, row_weights, tokens_of
-from engine.train.objective import AGGREGATES, CORRECTIONS, OBJECTIVES, SEQUENCE_LEVEL, LossSpec
+from engine.train.objective import AGGREGATES, CORRECTIONS, KLS, OBJECTIVES, SEQUENCE_LEVEL, LossSpec, k3
 from engine.train.policy import Policy
 from engine.types import Batch, Graded, StepStats
 from kernels.lm_head import token_logprobs, token_loss
 
 NON_FINITE_STEPS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What a micro-batch came to."""
+
+    loss: float
+    logprobs: torch.Tensor
+    entropies: torch.Tensor
+    rows: Rows
 
 
 class Trainer:
@@ -61,8 +72,9 @@ class Trainer:
         step_tokens = sum(len(t.rows) for t in chosen)
         step_completions = sum(1 for t in chosen if t.rows)
         lr = self._set_lr(step)
-        # Groups without a signal have no gradient here: they stay in the counts and out of the forward.
-        with_signal = [t for t in chosen if t.advantage != 0.0 or self._spec.entropy_coefficient]
+        # Without KL and entropy a group without a signal has no gradient: it stays in the counts, out of the forward.
+        everywhere = self._spec.kl_coefficient > 0 or self._spec.entropy_coefficient > 0
+        with_signal = [t for t in chosen if t.advantage != 0.0 or everywhere]
         batches = pack(with_signal, self._recipe.train.token_budget)
         if not batches:
             return _nothing_trained(lr)
@@ -82,10 +94,8 @@ class Trainer:
             if graded.reward is not None and not (self._recipe.loss.mask_truncated and graded.completion.truncated)
         ]
 
-    def _micro_batch(
-        self, batch: Batch, step_tokens: int, step_completions: int
-    ) -> tuple[float, torch.Tensor, torch.Tensor, Rows]:
-        """Forward and backward of one micro-batch: loss, log-probs `[N]`, entropies `[N]`, rows."""
+    def _micro_batch(self, batch: Batch, step_tokens: int, step_completions: int) -> _Part:
+        """Forward and backward of one micro-batch."""
         device = self.policy.device
         lengths = batch.sequences.unique_consecutive(return_counts=True)[1].tolist()
         rows = Rows(
@@ -94,10 +104,10 @@ class Trainer:
             sequences=batch.sequences.to(device),
             weights=row_weights(lengths, self._spec, step_tokens, step_completions).to(device),
             step_tokens=step_tokens,
+            reference=self._reference_logprobs(batch) if self._spec.kl_coefficient else None,
         )
-        state = self.policy.hidden(batch.input_ids.to(device), batch.layout)
-        state = state.index_select(0, batch.predictors.to(device))
-        targets, temperature = batch.targets.to(device), self._recipe.rollout.temperature
+        state, targets = self._predicting_states(batch), batch.targets.to(device)
+        temperature = self._recipe.rollout.temperature
         if SEQUENCE_LEVEL & {self._spec.objective, self._spec.correction}:
             logprobs, entropies = token_logprobs(state, self.policy.head, targets, temperature=temperature)
             loss = loss_of_rows(logprobs, entropies, rows, self._spec, slice(None))
@@ -110,7 +120,20 @@ class Trainer:
                 temperature=temperature,
             )
         loss.backward()
-        return float(loss.detach()), logprobs.detach(), entropies.detach(), rows
+        return _Part(float(loss.detach()), logprobs.detach(), entropies.detach(), rows)
+
+    def _predicting_states(self, batch: Batch) -> torch.Tensor:
+        """`[N, hidden]`: the state that predicts each row's token."""
+        state = self.policy.hidden(batch.input_ids.to(self.policy.device), batch.layout)
+        return state.index_select(0, batch.predictors.to(self.policy.device))
+
+    @torch.no_grad()
+    def _reference_logprobs(self, batch: Batch) -> torch.Tensor:
+        """`[N]` fp32 under the base model without its adapter."""
+        with self.policy.adapter.disabled():
+            state = self._predicting_states(batch)
+        targets = batch.targets.to(self.policy.device)
+        return token_logprobs(state, self.policy.head, targets, temperature=self._recipe.rollout.temperature)[0]
 
     def _set_lr(self, step: int) -> float:
         optim, steps = self._recipe.optim, self._recipe.run.steps
@@ -136,27 +159,18 @@ class Trainer:
                 f"lower optim.lr = {self._recipe.optim.lr:g} or train in float32"
             )
 
-    def _stats(
-        self,
-        batches: Sequence[Batch],
-        parts: Sequence[tuple[float, torch.Tensor, torch.Tensor, Rows]],
-        norm: float,
-        lr: float,
-    ) -> StepStats:
-        new = torch.cat([logprobs for _, logprobs, _, _ in parts])
-        sampled = torch.cat([rows.sampled for *_, rows in parts])
-        clipped = torch.cat(
-            [
-                OBJECTIVES[self._spec.objective](tokens_of(lp, rows, slice(None)), self._spec)[1]
-                for _, lp, _, rows in parts
-            ]
-        )
-        gap = new - sampled
+    def _stats(self, batches: Sequence[Batch], parts: Sequence[_Part], norm: float, lr: float) -> StepStats:
+        objective = OBJECTIVES[self._spec.objective]
+        clipped = torch.cat([objective(tokens_of(p.logprobs, p.rows, slice(None)), self._spec)[1] for p in parts])
+        new = torch.cat([part.logprobs for part in parts])
+        gap = new - torch.cat([part.rows.sampled for part in parts])
+        references = [p.rows.reference for p in parts if p.rows.reference is not None]
         return StepStats(
-            loss=sum(loss for loss, *_ in parts),
+            loss=sum(part.loss for part in parts),
             grad_norm=norm,
             lr=lr,
-            entropy=float(torch.cat([entropies for _, _, entropies, _ in parts]).mean()),
+            entropy=float(torch.cat([part.entropies for part in parts]).mean()),
+            kl=float(k3(new, torch.cat(references)).mean()) if references else 0.0,
             clip_low_share=float((clipped < 0).float().mean()),
             clip_high_share=float((clipped > 0).float().mean()),
             mismatch_mean=float(gap.abs().mean()),
@@ -179,6 +193,7 @@ def loss_spec(recipe: Recipe) -> LossSpec:
         ("objective", OBJECTIVES),
         ("correction", CORRECTIONS),
         ("aggregate", AGGREGATES),
+        ("kl_estimator", KLS),
     )
     for key, table in choices:
         name = getattr(loss, key)
@@ -192,7 +207,16 @@ def loss_spec(recipe: Recipe) -> LossSpec:
         aggregate=loss.aggregate,
         clip_low=loss.clip_low,
         clip_high=loss.clip_high,
+        dual_clip=loss.dual_clip,
+        delta=loss.delta,
+        ratio_low=loss.ratio_low,
+        ratio_high=loss.ratio_high,
+        correction_low=loss.correction_low,
+        correction_high=loss.correction_high,
         constant_length=recipe.rollout.max_tokens,
+        kl=loss.kl_estimator,
+        kl_coefficient=loss.kl,
+        entropy_coefficient=loss.entropy,
     )
 
 
@@ -208,7 +232,7 @@ def learning_rate_factor(step: int, steps: int, warmup: int, schedule: str) -> f
 
 def _nothing_trained(lr: float) -> StepStats:
     return StepStats(
-        loss=0.0, grad_norm=0.0, lr=lr, entropy=0.0, clip_low_share=0.0, clip_high_share=0.0, mismatch_mean=0.0,
+        loss=0.0, grad_norm=0.0, lr=lr, entropy=0.0, kl=0.0, clip_low_share=0.0, clip_high_share=0.0, mismatch_mean=0.0,
         mismatch_max=0.0, gen_kl=0.0, ratio_min=1.0, ratio_max=1.0, trained_tokens=0, forward_tokens=0,
         micro_batches=0, skipped=True,
     )  # fmt: skip

@@ -17,12 +17,19 @@ from sandbox import StdinTests
 from tests.conftest import completion, graded
 
 RECIPE = recipes.parse(
-    {"run": {"name": "x", "steps": 3}, "model": {"source": "somewhere"}, "tasks": {"train": "generated:train"}}
+    {
+        "run": {"name": "x", "steps": 3},
+        "model": {"source": "somewhere"},
+        "tasks": {"train": "generated:train"},
+    }
 )
-STATS = StepStats(0.5, 1.0, 1e-3, 2.0, 0.0, 0.1, 1e-5, 1e-4, 1e-9, 0.9, 1.1, 12, 40, 1)
+STATS = StepStats(0.5, 1.0, 1e-3, 2.0, 0.0, 0.0, 0.1, 1e-5, 1e-4, 1e-9, 0.9, 1.1, 12, 40, 1)
 TASKS = {f"task-{g}": Task(f"task-{g}", "print [b]x[/b]:", StdinTests(()), source="s") for g in range(2)}
 GROUPS = [
-    [graded(completion(0, 0, (1,), (2, 3), text="[red]1"), 1.0), graded(completion(0, 1, (1,), (2,), finish="length"), 0.0)],
+    [
+        graded(completion(0, 0, (1,), (2, 3), text="[red]1"), 1.0),
+        graded(completion(0, 1, (1,), (2,), finish="length"), 0.0),
+    ],
     [graded(completion(1, 0, (1,), (2, 3)), 0.5), graded(completion(1, 1, (1,), (4,)), None)],
 ]
 ADVANTAGES = [[0.5, -0.5], [0.0, 0.0]]
@@ -38,7 +45,10 @@ def test_a_run_folder_holds_what_it_was_given(tmp_path: Path, capsys: pytest.Cap
     record.close()
     assert json.loads((folder / "metrics.jsonl").read_text()) == {"step": 1, **metrics}
     assert recipes.load(folder / "recipe.toml") == RECIPE
-    assert json.loads((folder / "manifest.json").read_text())["model"] == {"source": "somewhere", "sha256": "beef"}
+    assert json.loads((folder / "manifest.json").read_text())["model"] == {
+        "source": "somewhere",
+        "sha256": "beef",
+    }
     with gzip.open(folder / "rollouts" / "step-000001.jsonl.gz", "rt") as file:
         rows = [json.loads(line) for line in file]
     assert [(r["task"], r["member"], r["reward"], r["advantage"]) for r in rows] == [
@@ -62,9 +72,15 @@ def test_metrics_leave_infra_out_of_the_reward_and_count_it() -> None:
     assert metrics["perf/tokens_per_second"] == pytest.approx(6 / 3)
 
 
-def test_a_taken_name_gets_a_number_and_a_taken_output_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_taken_name_gets_a_number_and_a_taken_output_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    assert [str(create_folder(choose_folder(RECIPE, None))) for _ in range(3)] == ["runs/x", "runs/x-2", "runs/x-3"]
+    assert [str(create_folder(choose_folder(RECIPE, None))) for _ in range(3)] == [
+        "runs/x",
+        "runs/x-2",
+        "runs/x-3",
+    ]
     with pytest.raises(FolderError, match="runs/x"):
         choose_folder(RECIPE, "runs/x")
     (tmp_path / "file").write_text("")
@@ -83,12 +99,18 @@ def test_the_exported_adapter_holds_every_factor(tiny_model: Path, tmp_path: Pat
     adapter = add_lora(model, ("q_proj", "down_proj"), rank=16, scale=2.0, seed=0)
     for _, b in adapter.factors().values():
         b.normal_()
-    folder = export_adapter(tmp_path / "a", adapter.factors(), RECIPE.lora, Snapshot(str(tiny_model), tiny_model, "h"), 7)
+    folder = export_adapter(
+        tmp_path / "a", adapter.factors(), RECIPE.lora, Snapshot(str(tiny_model), tiny_model, "h"), 7
+    )
     tensors = load_file(folder / "adapter_model.safetensors")
     assert len(tensors) == 2 * len(adapter.layers)
     for name, (a, b) in adapter.factors().items():
         assert torch.equal(tensors[f"base_model.model.{name}.lora_A.weight"], a)
         assert torch.equal(tensors[f"base_model.model.{name}.lora_B.weight"], b)
     config = json.loads((folder / "adapter_config.json").read_text())
-    assert (config["r"], config["lora_alpha"], config["target_modules"]) == (16, 32.0, ["down_proj", "q_proj"])
+    assert (config["r"], config["lora_alpha"], config["target_modules"]) == (
+        16,
+        32.0,
+        ["down_proj", "q_proj"],
+    )
     assert json.loads((folder / "training_info.json").read_text())["step"] == 7

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
 from engine.rollout.admission import Admission
-from engine.rollout.messages import Sampling, SubmitGroup
+from engine.rollout.messages import Sampling, Group
 
 
-def group(number: int, prompt: tuple[int, ...], size: int = 4) -> SubmitGroup:
-    return SubmitGroup(number, f"t{number}", prompt, tuple(range(size)), Sampling(4))
+def group(number: int, prompt: tuple[int, ...], size: int = 4) -> Group:
+    return Group(number, f"t{number}", prompt, tuple(range(size)), Sampling(4))
 
 
 def waves(admission: Admission) -> list[list[tuple[int, int]]]:

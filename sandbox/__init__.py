@@ -1,0 +1,37 @@
+"""Runs one untrusted program in a jail of its own and says what it did. Knows nothing of training."""
+
+from sandbox.jail import find_nsjail
+from sandbox.pool import Pool
+from sandbox.selftest import selftest
+from sandbox.types import (
+    AssertTests,
+    CallCase,
+    CallTests,
+    Capability,
+    CapabilityTable,
+    CaseVerdict,
+    Limits,
+    SandboxError,
+    StdinCase,
+    StdinTests,
+    Tests,
+    Verdict,
+)
+
+__all__ = [
+    "AssertTests",
+    "CallCase",
+    "CallTests",
+    "Capability",
+    "CapabilityTable",
+    "CaseVerdict",
+    "Limits",
+    "Pool",
+    "SandboxError",
+    "StdinCase",
+    "StdinTests",
+    "Tests",
+    "Verdict",
+    "find_nsjail",
+    "selftest",
+]
