@@ -20,7 +20,10 @@ from engine.snapshot import Snapshot, resolve
 from engine.types import Completion
 
 pytestmark = pytest.mark.slow
-RECIPE = recipes.load("recipes/quickstart.toml", ("run.steps=2", "eval.samples=1", "optim.lr=3e-3"))
+RECIPE = recipes.load(
+    "recipes/quickstart.toml",
+    ("run.steps=2", "eval.samples=1", "optim.lr=3e-3", "tasks.heldout={ heldout = \"generated:heldout-families\" }"),
+)
 
 
 @pytest.fixture(scope="module")
