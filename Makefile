@@ -5,6 +5,7 @@
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
+BENCHES := sandbox kernels
 RUN := PATH="$(CURDIR)/$(BIN):$$PATH"
 
 .PHONY: setup run test fast lint bench clean
@@ -27,7 +28,8 @@ lint: setup
 	@$(RUN) mypy
 
 bench: setup
-	@for script in bench/*.py; do echo "== $$script"; $(RUN) python $$script --json runs/$$(basename $$script .py).json || exit 1; done
+	@mkdir -p runs
+	@for name in $(BENCHES); do echo "== bench/$$name.py"; $(RUN) python bench/$$name.py --json runs/$$name.json || exit 1; done
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

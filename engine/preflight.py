@@ -17,7 +17,7 @@ from engine.snapshot import cached_folder
 
 VLLM_VERSION = "0.32.0"
 CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec")
-MEMORY_GIB = 6.0
+MEMORY_GIB = 7.0
 DISK_GIB = 2.0
 
 

@@ -22,7 +22,7 @@ from engine.types import Completion
 pytestmark = pytest.mark.slow
 RECIPE = recipes.load(
     "recipes/quickstart.toml",
-    ("run.steps=2", "eval.samples=1", "optim.lr=3e-3", "tasks.heldout={ heldout = \"generated:heldout-families\" }"),
+    ("run.steps=2", "eval.samples=1", "optim.lr=3e-3", 'tasks.heldout={ heldout = "generated:heldout-families" }'),
 )
 
 

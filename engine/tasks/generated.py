@@ -61,29 +61,28 @@ FAMILIES: tuple[Family, ...] = (
     Family("summod", 2, "the sum of a and b, modulo {k}", "(a + b) % {k}", lambda a, b, k: (a + b) % k, SMALL),
     Family("prodmod", 2, "the product of a and b, modulo {k}", "a * b % {k}", lambda a, b, k: a * b % k, SMALL),
     Family("sumdiv", 2, "the sum of a and b divided by {k}, rounded down", "(a + b) // {k}", lambda a, b, k: (a + b) // k, SMALL),
-    Family("largeradd", 2, "the maximum of a and b, plus {k}", "max(a, b) + {k}", lambda a, b, k: max(a, b) + k, LARGE),
+    Family("largeradd", 2, "{k} plus the maximum of a and b", "{k} + max(a, b)", lambda a, b, k: k + max(a, b), LARGE),
     Family("smallermul", 2, "{k} times the minimum of a and b", "{k} * min(a, b)", lambda a, b, k: k * min(a, b), SMALL),
     Family("largest3", 2, "the maximum of a, b and {k}", "max(a, b, {k})", lambda a, b, k: max(a, b, k), LARGE),
     Family("smallest3", 2, "the minimum of a, b and {k}", "min(a, b, {k})", lambda a, b, k: min(a, b, k), LARGE),
     Family("spread", 3, "the absolute value of a minus b, times {k}", "abs(a - b) * {k}", lambda a, b, k: abs(a - b) * k, SMALL),
     Family("closer", 3, "the maximum of a minus {k} and zero", "max(a - {k}, 0)", lambda a, b, k: max(a - k, 0), LARGE),
     Family("squares", 2, "the square of a minus {k} times b", "a ** 2 - {k} * b", lambda a, b, k: a**2 - k * b, SMALL),
-    Family("length", 3, "the length of the string of a times {k}", "len(str(a * {k}))", lambda a, b, k: len(str(a * k)), SMALL),
+    Family("repeat", 3, "the string of a, {k} times", "str(a) * {k}", lambda a, b, k: str(a) * k, SMALL),
     Family("capped", 3, "the minimum of a minus b and {k}", "min(a - b, {k})", lambda a, b, k: min(a - b, k), LARGE),
     Family("farther", 3, "the maximum of {k} times a and b", "max({k} * a, b)", lambda a, b, k: max(k * a, b), SMALL),
-    Family("above", 3, "yes if a is larger than {k}, otherwise no", '"yes" if a > {k} else "no"', lambda a, b, k: "yes" if a > k else "no", LARGE),
-    Family("divides", 3, "yes if a modulo {k} is 0, otherwise no", '"yes" if a % {k} == 0 else "no"', lambda a, b, k: "no" if a % k else "yes", SMALL),
+    Family("above", 3, "whether a is larger than {k}", "a > {k}", lambda a, b, k: a > k, LARGE),
+    Family("divides", 3, "whether a modulo {k} is 0", "a % {k} == 0", lambda a, b, k: a % k == 0, SMALL),
     Family("cube", 2, "the cube of a, minus {k}", "a ** 3 - {k}", lambda a, b, k: a**3 - k, LARGE, heldout=True),
     Family("diffmod", 2, "the difference a minus b, modulo {k}", "(a - b) % {k}", lambda a, b, k: (a - b) % k, SMALL, heldout=True),
-    Family("smalleradd", 2, "the minimum of a and b, plus {k}", "min(a, b) + {k}", lambda a, b, k: min(a, b) + k, LARGE, heldout=True),
-    Family("below", 3, "yes if b is smaller than {k}, otherwise no", '"yes" if b < {k} else "no"', lambda a, b, k: "yes" if b < k else "no", LARGE, heldout=True),
+    Family("smalleradd", 2, "{k} plus the minimum of a and b", "{k} + min(a, b)", lambda a, b, k: k + min(a, b), LARGE, heldout=True),
+    Family("below", 3, "whether b is smaller than {k}", "b < {k}", lambda a, b, k: b < k, LARGE, heldout=True),
 )  # fmt: skip
 
 _SHOTS = (
     ("the sum of a and 7", "a + 7"),
-    ("4 times the sum of a and b", "4 * (a + b)"),
     ("the maximum of a and 30", "max(a, 30)"),
-    ("b modulo 9", "b % 9"),
+    ("b plus 1, modulo 9", "(b + 1) % 9"),
 )
 HEADER = "".join(f"# Print {statement}.\n{STARTER}{expression})\n\n" for statement, expression in _SHOTS)
 

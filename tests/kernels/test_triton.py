@@ -23,7 +23,9 @@ def test_every_kernel_in_the_interpreter() -> None:
     root = Path(__file__).parents[2]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-q", "-p", "no:cacheprovider"]
-    done = subprocess.run([*command, "tests/kernels/interpreter"], cwd=root, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [*command, "tests/kernels/interpreter"], cwd=root, env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert " passed" in done.stdout
 

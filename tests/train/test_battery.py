@@ -29,7 +29,9 @@ ENTRIES = [
 
 def entry_name(spec: LossSpec) -> str:
     plain = LossSpec()
-    return ",".join(f"{k}={getattr(spec, k)}" for k in spec.__slots__ if getattr(spec, k) != getattr(plain, k)) or "plain"
+    return (
+        ",".join(f"{k}={getattr(spec, k)}" for k in spec.__slots__ if getattr(spec, k) != getattr(plain, k)) or "plain"
+    )
 
 
 every_entry = pytest.mark.parametrize("spec", ENTRIES, ids=entry_name)

@@ -1,0 +1,468 @@
+"""Kernels against their peers on this machine's CPU: `python bench/kernels.py --json OUT`.
+
+Every measurement runs in a process of its own with one thread, rounds interleave the implementations, times
+are CPU seconds (wall seconds beside), memory is the peak resident size over what stood before the call. Peers
+come from the extra `bench` (trl, liger-kernel, cut-cross-entropy); one that is missing is said to be missing.
+The fraction is of the best rate a plain matrix product of the same width reached in this run, in either
+dtype. Errors are against float64, relative L2, on a sample of rows.
+
+The head's cases run forward and dH with a frozen weight at temperature 0.9 on random rows. On a CPU without
+bf16 products PyTorch's bf16 takes minutes where fp32 takes seconds, so there the bf16 case has fewer tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import importlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+
+from kernels.attention import segment_attention  # noqa: E402
+from kernels.dispatch import cpu_has_fast_bf16  # noqa: E402
+from kernels.layout import Layout  # noqa: E402
+from kernels.lm_head import token_loss  # noqa: E402
+from kernels.lora import lora_linears  # noqa: E402
+
+TEMPERATURE = 0.9
+SEQUENCE = 256  # tokens that share an advantage, as Liger's loss wants it
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """A case of the head: rows, hidden width, vocabulary."""
+
+    tokens: int
+    width: int
+    vocab: int
+    dtype: str
+    impls: tuple[str, ...]
+
+    @property
+    def flop(self) -> float:
+        """Forward and dH: two products."""
+        return 4.0 * self.tokens * self.width * self.vocab
+
+
+HEAD_PEERS = ("ours", "naive", "trl_selective", "trl_chunked", "cce_compile", "liger_grpo")
+_FEW = 4096 if cpu_has_fast_bf16() else 128
+HEADS = {
+    "smollm2_head_fp32": Head(1024, 576, 49152, "float32", HEAD_PEERS),
+    "smollm2_head_bf16": Head(_FEW, 576, 49152, "bfloat16", HEAD_PEERS),
+    "qwen3_4b_head_fp32": Head(512, 2560, 151936, "float32", ("ours", "cce_compile", "liger_grpo")),
+    "qwen3_4b_head_bf16": Head(512, 2560, 151936, "bfloat16", ("ours",)),
+}
+# (in, outs, tokens) with LoRA r = 16 in fp32
+LINEARS = {"lora_qkv": (576, (576, 192, 192), 2048), "lora_gate_up": (576, (1536, 1536), 2048)}
+ATTENTIONS = ("attention_short", "attention_long")
+CASES = (*HEADS, *LINEARS, *ATTENTIONS)
+
+
+def implementations(case: str) -> tuple[str, ...]:
+    """What runs in a case, ours first."""
+    if case in HEADS:
+        return (*HEADS[case].impls, "gemm")
+    return ("ours", "peft", "frozen") if case in LINEARS else ("ours", "padded_sdpa", "dense_mask")
+
+
+def resident(field: str) -> float:
+    """MB from /proc/self/status: VmRSS or VmHWM."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field):
+            return int(line.split()[1]) / 1024
+    raise RuntimeError(f"/proc/self/status has no {field}")
+
+
+def measure(call: Callable[[], Any], repeats: int, warm: bool) -> dict[str, float]:
+    """Best CPU and wall seconds of some calls, and the peak memory of the first measured one in MB."""
+    if warm:
+        call()
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident("VmRSS")
+    cpu, wall, peak = [], [], 0.0
+    for i in range(repeats):
+        start, start_cpu = time.perf_counter(), time.process_time()
+        call()
+        cpu.append(time.process_time() - start_cpu)
+        wall.append(time.perf_counter() - start)
+        if i == 0:
+            peak = resident("VmHWM") - before
+    return {"cpu_s": min(cpu), "wall_s": min(wall), "peak_mb": peak}
+
+
+def naive_head(h: torch.Tensor, w: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    """log_softmax of whole fp32 logits."""
+    return ((h @ w.T).float() / TEMPERATURE).log_softmax(-1).gather(1, t[:, None]).squeeze(1)
+
+
+def head_logprobs(impl: str) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+    """A peer's function from hidden rows, weight and targets to log-probs."""
+    if impl == "naive":
+        return naive_head
+    if impl == "trl_selective":
+        selective = importlib.import_module("trl.trainer.utils").selective_log_softmax
+        return lambda h, w, t: selective((h @ w.T) / TEMPERATURE, t)
+    if impl == "trl_chunked":
+        function = importlib.import_module("trl.kernels.chunked_logprob").ChunkedLogProbFunction
+        return lambda h, w, t: function.apply(h, w, None, t, TEMPERATURE, 32768, None, 1.0, ())[0]
+    if impl == "cce_compile":
+        cce = importlib.import_module("cut_cross_entropy").linear_cross_entropy
+        return lambda h, w, t: -cce(h / TEMPERATURE, w, t, reduction="none", impl="torch_compile")
+    raise ValueError(f"no head implementation {impl!r}")
+
+
+def run_head(case: Head, impl: str) -> dict[str, float]:
+    """One head implementation: forward and dH of sum(coefficient * logprob)."""
+    dtype = getattr(torch, case.dtype)
+    torch.manual_seed(0)
+    weight = torch.empty(case.vocab, case.width, dtype=dtype).normal_(std=0.05)
+    hidden = torch.randn(case.tokens, case.width).to(dtype).requires_grad_()
+    targets = torch.randint(0, case.vocab, (case.tokens,))
+    size = min(SEQUENCE, case.tokens)
+    advantages = torch.randn(case.tokens // size)
+    coefficients = (-advantages / case.tokens).repeat_interleave(size)
+    large = case.flop > 4e11
+
+    if impl == "gemm":
+        return {"gflops": gemm_rate(case)}
+    if impl == "ours":
+
+        def loss() -> torch.Tensor:
+            def rows_loss(lp: torch.Tensor, entropy: torch.Tensor, rows: slice | torch.Tensor) -> torch.Tensor:
+                return (coefficients[rows] * lp).sum()
+
+            return token_loss(hidden, weight, targets, rows_loss, temperature=TEMPERATURE)[0]
+    elif impl == "liger_grpo":
+        module = importlib.import_module("liger_kernel.chunked_loss.grpo_loss")
+        grpo = module.LigerFusedLinearGRPOLoss(
+            beta=0.0, compiled=False, use_ref_model=False, loss_type="bnpo", temperature=TEMPERATURE
+        )
+        shape = (case.tokens // size, size)
+        mask = torch.ones(shape)
+
+        def loss() -> torch.Tensor:
+            return grpo(hidden.view(*shape, -1), weight, targets.view(shape), mask, advantages)[0]
+    else:
+        logprobs = head_logprobs(impl)
+
+        def loss() -> torch.Tensor:
+            return (coefficients * logprobs(hidden, weight, targets).float()).sum()
+
+    def step() -> None:
+        hidden.grad = None
+        loss().backward()
+
+    result = measure(step, 1 if large else 2, warm=impl == "cce_compile" or not large)
+    assert hidden.grad is not None
+    result["error"] = head_error(hidden, weight, targets, coefficients, hidden.grad)
+    return result
+
+
+def head_error(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, coefficients: torch.Tensor, grad: torch.Tensor
+) -> float:
+    """Relative L2 error of dH on 16 rows against float64."""
+    rows = torch.linspace(0, hidden.shape[0] - 1, 16).long()
+    x = hidden.detach()[rows].double()
+    logits = torch.cat([x @ part.double().T for part in weight.split(8192)], 1) / TEMPERATURE
+    g = -logits.softmax(1)
+    g[torch.arange(len(rows)), targets[rows]] += 1
+    g *= (coefficients[rows].double() / TEMPERATURE)[:, None]
+    want = torch.zeros_like(x)
+    for part, piece in zip(weight.split(8192), g.split(8192, 1), strict=True):
+        want += piece @ part.double()
+    return float((grad[rows].double() - want).norm() / want.norm())
+
+
+def gemm_rate(case: Head) -> float:
+    """The best GFLOP/s of plain products of this width, either way round, in fp32 and where it pays in bf16."""
+    best = 0.0
+    dtypes = [torch.float32, torch.bfloat16] if cpu_has_fast_bf16() else [torch.float32]
+    for dtype in dtypes:
+        for rows in (256, 512):
+            for columns in (1024, 2048, 4096):
+                x, w = torch.randn(rows, case.width).to(dtype), torch.randn(columns, case.width).to(dtype)
+                g, out = torch.randn(rows, columns).to(dtype), torch.empty(rows, columns, dtype=dtype)
+                back = torch.empty(rows, case.width, dtype=dtype)
+                for product in (lambda: torch.mm(x, w.T, out=out), lambda: torch.mm(g, w, out=back)):  # noqa: B023
+                    count = max(1, int(2e9 / (rows * columns * case.width)))
+                    product()
+                    for _ in range(3):
+                        start = time.process_time()
+                        for _ in range(count):
+                            product()
+                        spent = time.process_time() - start
+                        best = max(best, 2.0 * rows * columns * case.width * count / spent / 1e9)
+    return best
+
+
+def run_linears(case: str, impl: str) -> dict[str, float]:
+    """Forward and backward of a group of linears: ours, PEFT's formula, or the frozen base alone."""
+    width, outs, tokens = LINEARS[case]
+    torch.manual_seed(0)
+    x = torch.randn(tokens, width, requires_grad=True)
+    weights = [torch.randn(out, width) * width**-0.5 for out in outs]
+    factors = [(torch.randn(16, width).requires_grad_(), torch.randn(out, 16).requires_grad_()) for out in outs]
+    upstream = [torch.randn(tokens, out) for out in outs]
+
+    def forward() -> Any:
+        if impl == "ours":
+            return lora_linears(x, weights, factors, 2.0)
+        base = [torch.nn.functional.linear(x, w) for w in weights]
+        if impl == "frozen":
+            return base
+        linear = torch.nn.functional.linear
+        return [y + linear(linear(x, a), b) * 2.0 for y, (a, b) in zip(base, factors, strict=True)]
+
+    leaves = [x] if impl == "frozen" else [x, *(t for pair in factors for t in pair)]
+    return measure(lambda: torch.autograd.grad(forward(), leaves, upstream), 12, warm=True)
+
+
+def attention_case(case: str) -> Layout:
+    """64 completions of 4-16 tokens on 8 prompts of 30 on a header of 90; or 16 of 32-256 on 2 prompts of 512."""
+    generator = torch.Generator().manual_seed(0)
+    header, prompts, prompt, group, low, high = (
+        (90, 8, 30, 8, 4, 16) if case == "attention_short" else (1, 2, 512, 8, 32, 256)
+    )
+    lengths, prefixes = [header] + [prompt] * prompts, [-1] + [0] * prompts
+    for p in range(prompts):
+        lengths += torch.randint(low, high + 1, (group,), generator=generator).tolist()
+        prefixes += [1 + p] * group
+    return Layout.from_lengths(lengths, prefixes)
+
+
+def run_attention(case: str, impl: str) -> dict[str, float]:
+    """One layer of SmolLM2's attention (9 heads, 3 key heads, head_dim 64), forward and backward, fp32."""
+    layout = attention_case(case)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(layout.n_tokens, h, 64, requires_grad=True) for h in (9, 3, 3))
+    upstream = torch.randn(layout.n_tokens, 9, 64)
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    leaves = [s for s in range(layout.n_segments) if s not in layout.prefixes]
+    chains = [
+        torch.cat([torch.arange(layout.starts[a], layout.starts[a + 1]) for a in layout.chain(s)]) for s in leaves
+    ]
+    longest = max(len(c) for c in chains)
+
+    def ours() -> torch.Tensor:
+        return segment_attention(q, k, v, layout)
+
+    # What a trainer without shared prefixes runs: every sequence whole, padded to the longest.
+    padded = [torch.randn(len(leaves), h, longest, 64, requires_grad=True) for h in (9, 3, 3)]
+    padded_upstream = torch.randn(len(leaves), 9, longest, 64)
+    mask = torch.zeros(layout.n_tokens, layout.n_tokens, dtype=torch.bool)
+    for s in range(layout.n_segments):
+        own = slice(layout.starts[s], layout.starts[s + 1])
+        mask[own, own] = torch.ones(layout.lengths[s], layout.lengths[s], dtype=torch.bool).tril()
+        for a, b in layout.prefix_ranges(s):
+            mask[own, a:b] = True
+
+    def dense() -> torch.Tensor:
+        a, b, c = (x.transpose(0, 1)[None] for x in (q, k, v))
+        return sdpa(a, b, c, attn_mask=mask, enable_gqa=True)
+
+    def whole() -> torch.Tensor:
+        a, b, c = padded
+        return sdpa(a, b, c, is_causal=True, enable_gqa=True)
+
+    def step() -> None:
+        if impl == "ours":
+            torch.autograd.grad(ours(), (q, k, v), upstream)
+        elif impl == "dense_mask":
+            torch.autograd.grad(dense(), (q, k, v), upstream.transpose(0, 1)[None])
+        else:
+            torch.autograd.grad(whole(), padded, padded_upstream)
+
+    return measure(step, 3, warm=True)
+
+
+def child(case: str, impl: str) -> dict[str, float]:
+    """What a measuring process runs."""
+    torch.set_num_threads(1)
+    if case in HEADS:
+        return run_head(HEADS[case], impl)
+    return run_linears(case, impl) if case in LINEARS else run_attention(case, impl)
+
+
+def spawn(case: str, impl: str, limit: float) -> dict[str, float] | str:
+    """A measurement in its own process, or why there is none."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "PYTHONWARNINGS": "ignore"}
+    command = [sys.executable, __file__, "--child", case, impl]
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit)
+    except subprocess.TimeoutExpired:
+        return f"more than {limit:.0f} s"
+    if done.returncode:
+        return (done.stderr.strip().splitlines() or ["no message"])[-1][:90]
+    answer: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
+    return answer
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the result."""
+
+    case: str
+    impl: str
+    metric: str
+    unit: str
+    min: float
+    median: float
+    max: float
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A figure to reach."""
+
+    name: str
+    value: float
+    limit: float
+    better: str
+    ok: bool
+
+
+UNITS = {"cpu_s": "s", "wall_s": "s", "peak_mb": "MB", "error": "relative", "gflops": "GFLOP/s", "fraction": "of GEMM"}
+
+
+def collect(cases: list[str], rounds: int, limit: float) -> list[Row]:
+    """Run everything, interleaved, and print it as it comes."""
+    rows: list[Row] = []
+    for case in cases:
+        seen: dict[str, list[dict[str, float]]] = {}
+        failed: dict[str, str] = {}
+        for _ in range(rounds):
+            for impl in implementations(case):
+                if impl in failed:
+                    continue
+                answer = spawn(case, impl, limit)
+                if isinstance(answer, str):
+                    failed[impl] = answer
+                else:
+                    seen.setdefault(impl, []).append(answer)
+        rate = max((a["gflops"] for a in seen.get("gemm", [])), default=0.0)
+        for impl, answers in seen.items():
+            if rate and "cpu_s" in answers[0]:
+                for a in answers:
+                    a["fraction"] = HEADS[case].flop / a["cpu_s"] / 1e9 / rate
+            for metric in answers[0]:
+                values = sorted(a[metric] for a in answers)
+                rows.append(Row(case, impl, metric, UNITS[metric], values[0], values[len(values) // 2], values[-1]))
+        show(case, rows, failed)
+    return rows
+
+
+def show(case: str, rows: list[Row], failed: dict[str, str]) -> None:
+    """One case as a table."""
+    print(f"\n{case}")
+    impls = dict.fromkeys(r.impl for r in rows if r.case == case)
+    for impl in impls:
+        cells = [f"{r.metric} {r.median:.4g}" for r in rows if r.case == case and r.impl == impl]
+        print(f"  {impl:14s} " + "  ".join(cells))
+    for impl, why in failed.items():
+        print(f"  {impl:14s} not measured: {why}")
+    sys.stdout.flush()
+
+
+def value(rows: list[Row], case: str, impl: str, metric: str) -> float | None:
+    """The least of a metric: on a shared machine the best run is the least disturbed one."""
+    found = [r for r in rows if (r.case, r.impl, r.metric) == (case, impl, metric)]
+    if not found:
+        return None
+    return found[0].max if metric == "fraction" else found[0].min
+
+
+def targets(rows: list[Row]) -> list[Target]:
+    """The issue's figures, where both sides were measured."""
+    made: list[Target] = []
+
+    def add(name: str, got: float | None, limit: float, better: str) -> None:
+        if got is not None:
+            ok = got <= limit if better == "lower" else got >= limit
+            made.append(Target(name, round(got, 4), limit, better, ok))
+
+    def ratio(case: str, impl: str, metric: str) -> float | None:
+        ours, other = value(rows, case, "ours", metric), value(rows, case, impl, metric)
+        return ours / other if ours is not None and other else None
+
+    for case in ("smollm2_head_fp32", "smollm2_head_bf16"):
+        for impl in HEAD_PEERS[1:]:
+            add(f"{case}: time over {impl}", ratio(case, impl, "cpu_s"), 1.0, "lower")
+        add(f"{case}: memory over liger_grpo", ratio(case, "liger_grpo", "peak_mb"), 2.0, "lower")
+    for case in ("qwen3_4b_head_fp32", "qwen3_4b_head_bf16"):
+        add(f"{case}: fraction of the GEMM rate", value(rows, case, "ours", "fraction"), 0.9, "higher")
+        for impl in ("cce_compile", "liger_grpo"):
+            add(f"{case}: time over {impl}", ratio(case, impl, "cpu_s"), 1.03, "lower")
+    for case, limit in (("lora_qkv", 0.12), ("lora_gate_up", 0.09)):
+        over = ratio(case, "frozen", "cpu_s")
+        add(f"{case}: overhead over the frozen model", None if over is None else over - 1, limit, "lower")
+    for case in ATTENTIONS:
+        for impl in ("padded_sdpa", "dense_mask"):
+            add(f"{case}: time over {impl}", ratio(case, impl, "cpu_s"), 1.0, "lower")
+    return made
+
+
+def versions() -> dict[str, str]:
+    """Of what was measured; a missing peer is missing."""
+    found = {}
+    for name in ("torch", "trl", "liger-kernel", "cut-cross-entropy"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "missing"
+    return found
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="where the result goes")
+    parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), help="these cases")
+    parser.add_argument("--rounds", type=int, default=2, help="measurements of each implementation")
+    parser.add_argument("--limit", type=float, default=240.0, help="seconds one measurement may take")
+    parser.add_argument("--child", nargs=2, metavar=("CASE", "IMPL"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        print(json.dumps(child(*arguments.child)))
+        return
+    rows = collect(arguments.only, arguments.rounds, arguments.limit)
+    reached = targets(rows)
+    print()
+    for t in reached:
+        print(f"{'ok  ' if t.ok else 'MISS'} {t.name}: {t.value} ({t.better} than {t.limit})")
+    if arguments.json:
+        machine = {
+            "processor": platform.processor() or platform.machine(),
+            "cpus": os.cpu_count(),
+            "capability": torch.backends.cpu.get_cpu_capability(),
+            "bf16_products": cpu_has_fast_bf16(),
+        }
+        result = {
+            "script": "bench/kernels.py",
+            "machine": machine,
+            "versions": versions(),
+            "rows": [asdict(r) for r in rows],
+            "targets": [asdict(t) for t in reached],
+        }
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""Grouped LoRA linears on a CPU.
+
+In fp32 and with enough rows, a linear's effective weight W + scale * B A is formed anew for each call (a
+product that does not grow with the rows) and used once forward and once backward: y = x W'^T, dx = g W'. What
+is left of the low-rank part are the four skinny products that the factors' gradients need. Its rounding is
+that of one more fp32 addition to each weight, the size of the product's own.
+
+With few rows, or where products are rounded to bf16 (an update is smaller than the weight's last bit there),
+the low-rank part stays apart: one stacked product for all A, `u_i B_i^T` added in place by BLAS's own
+accumulation.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kernels.dispatch import cpu_compute_dtype
+from kernels.lora import Factors
+
+
+def linears(
+    x: torch.Tensor,
+    weights: tuple[torch.Tensor, ...],
+    factors: tuple[Factors | None, ...],
+    scale: float,
+    biases: tuple[torch.Tensor | None, ...],
+) -> tuple[torch.Tensor, ...]:
+    """See `kernels.lora.lora_linears`."""
+    flat = [t for factor in factors if factor is not None for t in factor]
+    present = tuple(factor is not None for factor in factors)
+    outputs: tuple[torch.Tensor, ...] = _Linears.apply(x, weights, biases, present, scale, *flat)
+    return outputs
+
+
+def merges(tokens: int, weight: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether the effective weight is formed: it must be cheaper than the products that it replaces.
+
+    Forming it takes out * in multiply-adds a rank, adding the low-rank part apart tokens * (out + in).
+    """
+    out, width = weight.shape
+    return dtype != torch.bfloat16 and tokens * (out + width) > 2 * out * width
+
+
+def _stack(parts: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    return (parts[0] if len(parts) == 1 else torch.cat(parts)).detach().to(dtype)
+
+
+def _paired(present: tuple[bool, ...], flat: Any) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
+    """A and B of every linear, None where it has none."""
+    pairs = iter(zip(flat[0::2], flat[1::2], strict=True))
+    return [next(pairs) if has else None for has in present]
+
+
+def _effective(
+    weight: torch.Tensor,
+    factor: tuple[torch.Tensor, torch.Tensor] | None,
+    scale: float,
+    tokens: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """The weight in the compute dtype, with the low-rank part where `merges` says so."""
+    w = weight.detach().to(dtype)
+    if factor is None or not merges(tokens, weight, dtype):
+        return w
+    return torch.addmm(w, factor[1].to(dtype), factor[0].to(dtype), alpha=scale)
+
+
+class _Linears(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weights: tuple[torch.Tensor, ...],
+        biases: tuple[torch.Tensor | None, ...],
+        present: tuple[bool, ...],
+        scale: float,
+        *flat: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        dtype, tokens = cpu_compute_dtype(x.dtype), x.shape[0]
+        wide_x, outputs = x.to(dtype), []
+        pairs = _paired(present, flat)
+        apart = [pair[0] for w, pair in zip(weights, pairs, strict=True) if pair and not merges(tokens, w, dtype)]
+        us = iter((wide_x @ _stack(apart, dtype).T).split([a.shape[0] for a in apart], 1)) if apart else iter(())
+        for weight, bias, pair in zip(weights, biases, pairs, strict=True):
+            w = _effective(weight, pair, scale, tokens, dtype)
+            y = torch.nn.functional.linear(wide_x, w, None if bias is None else bias.to(dtype))
+            if pair is not None and not merges(tokens, weight, dtype):
+                y.addmm_(next(us), pair[1].to(dtype).T, alpha=scale)
+            outputs.append(y.to(x.dtype))
+        ctx.save_for_backward(x, *flat)
+        ctx.weights, ctx.present, ctx.scale = weights, present, scale
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, *flat = ctx.saved_tensors
+        dtype, scale, tokens = cpu_compute_dtype(x.dtype), ctx.scale, x.shape[0]
+        wide_x = x.to(dtype)
+        d_x = torch.empty(x.shape, dtype=dtype) if ctx.needs_input_grad[0] else None
+        ranks = [a.shape[0] for a in flat[0::2]]
+        a_rows = _stack(flat[0::2], dtype) if flat else wide_x[:0]
+        u, d_u = wide_x @ a_rows.T, torch.empty(tokens, sum(ranks), dtype=dtype)
+        columns = iter(zip(u.split(ranks, 1), d_u.split(ranks, 1), a_rows.split(ranks), strict=True)) if flat else None
+        d_bs: list[torch.Tensor] = []
+        for i, (weight, pair) in enumerate(zip(ctx.weights, _paired(ctx.present, flat), strict=True)):
+            g = upstream[i].to(dtype)
+            if d_x is not None:
+                w = _effective(weight, pair, scale, tokens, dtype)
+                torch.addmm(d_x, g, w, beta=0 if i == 0 else 1, out=d_x)
+            if pair is None or columns is None:
+                continue
+            part, d_part, a = next(columns)
+            d_part.copy_(torch.mm(g, pair[1].to(dtype)).mul_(scale))
+            d_bs.append(torch.mm(g.T, part).mul_(scale).to(pair[1].dtype))
+            if d_x is not None and not merges(tokens, weight, dtype):
+                d_x.addmm_(d_part, a)
+        grads: list[torch.Tensor | None] = []
+        if flat:
+            d_as = torch.mm(d_u.T, wide_x).split(ranks)
+            grads = [t for i, d_b in enumerate(d_bs) for t in (d_as[i].to(flat[2 * i].dtype), d_b)]
+        return (None if d_x is None else d_x.to(x.dtype)), None, None, None, None, *grads
