@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from engine.rollout.admission import Admission
-from engine.rollout.messages import Sampling, Group
+from engine.rollout.messages import Group, Sampling
 
 
 def group(number: int, prompt: tuple[int, ...], size: int = 4) -> Group:
