@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import functools
 import time
 from collections.abc import Coroutine
 from dataclasses import dataclass
@@ -198,10 +199,11 @@ _SMOKES = (
 )
 
 
+@functools.cache
 def selftest(python: str = "/usr/bin/python3", *, numpy: bool = False, use_cgroups: bool = True) -> CapabilityTable:
     """Try to break each protection. A machine where jails do not start has a table with no row that is ok.
 
-    Blocks for some seconds; may be called in any thread, one with a running event loop too.
+    Done once in a process, which takes some seconds; may be called in any thread, one with a running event loop too.
     """
     return _run(_selftest(python, numpy, use_cgroups))
 
