@@ -132,8 +132,6 @@ def _sampler_config(recipe: Recipe, snapshot: Snapshot) -> SamplerConfig:
         kv_cache_mb=rollout.kv_cache_mb,
         gpu_memory_fraction=rollout.gpu_memory_fraction,
         seed=recipe.run.seed,
-        install=recipe.sync.install,
-        lora_rank=recipe.lora.rank,
     )
 
 

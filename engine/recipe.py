@@ -226,7 +226,8 @@ class Train(Section):
 class Sync(Section):
     """`[sync]`: trainer to sampler."""
 
-    install: Literal["merged", "adapter"] = "merged"
+    install: Literal["merged"] = "merged"
+    """How the factors are written: W0 + s B A, computed in fp32, over vLLM's fused weights."""
     tolerance: Annotated[float, Field(gt=0)] = 1e-3
     """Largest difference of a canary token's log-prob between trainer and sampler, in nats."""
 

@@ -20,8 +20,6 @@ class SamplerConfig:
     kv_cache_mb: int
     gpu_memory_fraction: float
     seed: int
-    install: str
-    lora_rank: int
 
 
 @dataclass(frozen=True, slots=True)

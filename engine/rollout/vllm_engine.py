@@ -46,7 +46,7 @@ class VllmEngine:
             disable_log_stats=True,
             **_memory(config),
         )
-        self._rpc("rlvr_open", config.model_dir, config.install)
+        self._rpc("rlvr_open", config.model_dir)
 
     @property
     def busy(self) -> bool:

@@ -18,16 +18,13 @@ class WorkerExtension:
 
     model_runner: Any  # vLLM's, from the worker that this is mixed into
     rlvr_model_dir: str
-    rlvr_way: str
     rlvr_factors: Factors
     rlvr_scale: float
     rlvr_installer: MergedInstall
 
-    def rlvr_open(self, model_dir: str, way: str) -> None:
-        """Say where the base model lies and how factors are installed."""
-        if way != "merged":
-            raise ValueError(f"sync.install = {way!r} is not supported by this worker; use merged")
-        self.rlvr_model_dir, self.rlvr_way = model_dir, way
+    def rlvr_open(self, model_dir: str) -> None:
+        """Say where the base model lies."""
+        self.rlvr_model_dir = model_dir
 
     def rlvr_bind(self, address: dict[str, Any]) -> int:
         """Map the trainer's factors and find each one's place; the number of pairs. Raises where one has none."""
