@@ -98,10 +98,13 @@ def test_nothing_outlives_a_run(
 ) -> None:
     run = started(tmp_path)
     children = below(run.pid)
-    assert any("engine.rollout.worker" in line for line in children.values())
-    assert any("nsjail" in line for line in children.values())
-    strike(run.pid, children)
-    _, errors = run.communicate(timeout=120)
+    try:
+        assert any("engine.rollout.worker" in line for line in children.values())
+        assert any("nsjail" in line for line in children.values())
+        strike(run.pid, children)
+        _, errors = run.communicate(timeout=120)
+    finally:
+        run.kill()  # a run that did not end would stand in the way of every later test
     assert run.returncode == code, errors
     assert all(word in errors for word in words), errors
     assert "Traceback" not in errors

@@ -63,7 +63,7 @@ def gradients(
 ) -> tuple[float, torch.Tensor]:
     loss = torch.stack([loss_of_rows(new[at], entropy[at], rows, spec, at) for at in cuts]).sum()
     grads = torch.autograd.grad(loss, (new, entropy), allow_unused=True, materialize_grads=True)
-    return float(loss), torch.cat(grads)
+    return loss.item(), torch.cat(grads)
 
 
 @every_entry
