@@ -107,6 +107,14 @@ class Rollout(Section):
     gpu_memory_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.85
 
     @model_validator(mode="after")
+    def _one_sampler_in_step(self) -> Self:
+        if self.max_lag > 0:
+            raise ValueError(f"rollout.max_lag = {self.max_lag}: sampling does not overlap training yet; use 0")
+        if len(self.devices) > 1:
+            raise ValueError(f"rollout.devices = {list(self.devices)}: there is one sampler yet; name one device")
+        return self
+
+    @model_validator(mode="after")
     def _on_policy_sampling(self) -> Self:
         if self.allow_off_policy_sampling:
             return self

@@ -35,6 +35,8 @@ def test_shipped_recipes_are_valid_and_survive_a_round_trip(path: Path) -> None:
         (with_keys(rollout={"group_size": 1}), ["rollout.group_size", "1", "2"]),
         (with_keys(rollout={"top_p": 0.9}), ["rollout.top_p", "0.9", "allow_off_policy_sampling"]),
         (with_keys(rollout={"top_k": 50}), ["rollout.top_k", "50"]),
+        (with_keys(rollout={"max_lag": 1}), ["rollout.max_lag", "1", "use 0"]),
+        (with_keys(rollout={"devices": ["cuda:0", "cuda:1"]}), ["rollout.devices", "cuda:1", "one device"]),
         (with_keys(tasks={"prompt": "caht"}), ["tasks.prompt", "'caht'", "chat"]),
         (with_keys(reward={"passed": 0.0}), ["reward", "passed = 1.0"]),
         ({"run": {"name": "x", "steps": 3}}, ["model is missing", "tasks is missing"]),
