@@ -33,22 +33,22 @@ def snapshot() -> Snapshot:
 
 @pytest.fixture(scope="module")
 def parts(snapshot: Snapshot, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Parts]:
+    others = processes().keys()  # this test session's own: another room's pool may still stand
     with ExitStack() as stack:
         yield Parts(RECIPE, tmp_path_factory.mktemp("run"), snapshot, len(os.sched_getaffinity(0)), stack)
-    left = [line for line in processes() if "engine.rollout.worker" in line or "nsjail" in line]
-    assert not left
+    assert not {pid: line for pid, line in processes().items() if pid not in others}
 
 
-def processes() -> list[str]:
-    """Command lines of this process's descendants."""
-    lines = []
+def processes() -> dict[int, str]:
+    """This process's descendants: pid and command line."""
+    found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             if is_below(folder, os.getpid()):
-                lines.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+                found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
         except (FileNotFoundError, ProcessLookupError):
             continue  # it ended while we looked
-    return lines
+    return found
 
 
 def is_below(folder: Path, ancestor: int) -> bool:
@@ -148,6 +148,7 @@ def test_a_whole_run_writes_what_a_person_needs_and_its_seed_repeats_it(snapshot
     from engine.record import create_folder
     from engine.run import run
 
+    others = processes().keys()
     summary = run(RECIPE, create_folder(tmp_path / "run"), snapshot, len(os.sched_getaffinity(0)))
     assert json.loads((tmp_path / "run" / "summary.json").read_text()) == summary
     heldout = summary["heldout"]
@@ -158,7 +159,7 @@ def test_a_whole_run_writes_what_a_person_needs_and_its_seed_repeats_it(snapshot
     first = metrics(tmp_path / "run")
     assert [line["step"] for line in first] == [1, 2]
     assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").stat().st_size > 1e6
-    assert not [line for line in processes() if "engine.rollout.worker" in line]
+    assert processes().keys() == others
 
     run(RECIPE, create_folder(tmp_path / "again"), snapshot, len(os.sched_getaffinity(0)))
     assert metrics(tmp_path / "again") == first

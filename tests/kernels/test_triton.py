@@ -15,6 +15,7 @@ import torch
 from kernels import attention_triton, lm_head_triton, lora_triton, triton_config
 from tests.kernels.ahead_of_time import Build, build
 
+pytestmark = pytest.mark.slow
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 SHARED_LIMIT = 227 * 1024
 
