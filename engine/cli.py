@@ -11,7 +11,7 @@ from typing import NoReturn
 
 import click
 
-from engine import recipe as recipes
+from engine import recipe_file
 from engine.errors import InputError, RunError
 from sandbox import SandboxError
 
@@ -34,12 +34,12 @@ def run(
     """Train as RECIPE says."""
     if max_steps is not None:
         overrides = (*overrides, f"run.steps={max_steps}")
-    recipe = recipes.load(recipe_path, overrides)
+    recipe = recipe_file.load(recipe_path, overrides)
     from engine.start import check, start
 
     if dry_run:
         check(recipe)
-        click.echo(recipes.dump(recipe))
+        click.echo(recipe_file.dump(recipe))
         return
     signal.signal(signal.SIGTERM, _terminate)
     start(recipe, output)

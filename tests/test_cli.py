@@ -85,7 +85,7 @@ def test_dry_run_prints_a_recipe_that_loads(tmp_path: Path) -> None:
     done = rlvr("run", QUICKSTART, "--dry-run", "--set", "run.name=again", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     (tmp_path / "resolved.toml").write_text(done.stdout[done.stdout.index("[run]") :])
-    from engine import recipe as recipes
+    from engine import recipe_file as recipes
 
     assert recipes.load(tmp_path / "resolved.toml") == recipes.load(QUICKSTART, ("run.name=again",))
 

@@ -36,6 +36,7 @@ def test_kernels_and_sandbox_import_nothing_of_the_engine(package: str) -> None:
     [
         "sandbox",
         "engine.recipe",
+        "engine.recipe_file",
         "engine.types",
         "engine.cli",
         "engine.preflight",

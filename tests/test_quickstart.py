@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine import recipe as recipes
+from engine import recipe_file as recipes
 from engine.errors import RunError
 from engine.parts import Parts
 from engine.rollout.messages import Group, Sampling

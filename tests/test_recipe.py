@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from engine import recipe as recipes
-from engine.recipe import RecipeError
+from engine import recipe_file as recipes
+from engine.recipe_file import RecipeError
 
 MINIMAL = {
     "run": {"name": "x", "steps": 3},

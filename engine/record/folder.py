@@ -13,8 +13,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from engine import recipe as recipes
+from engine import recipe_file
 from engine.errors import InputError
+from engine.recipe import Recipe
 from engine.snapshot import Snapshot
 from engine.types import Graded, Task
 
@@ -34,7 +35,7 @@ class FolderError(InputError):
     """The run's folder can't be made or is taken."""
 
 
-def choose_folder(recipe: recipes.Recipe, output: str | None) -> Path:
+def choose_folder(recipe: Recipe, output: str | None) -> Path:
     """The run's folder: `output`, which must be new or empty, or the first free `runs/<name>[-N]`; nothing is made."""
     chosen = output or recipe.run.output
     if chosen:
@@ -63,12 +64,12 @@ class RunFolder:
     """Writes a run's records; every line is flushed, so a killed run keeps what it had."""
 
     def __init__(
-        self, folder: Path, recipe: recipes.Recipe, snapshot: Snapshot, data: Mapping[str, Sequence[Task]]
+        self, folder: Path, recipe: Recipe, snapshot: Snapshot, data: Mapping[str, Sequence[Task]]
     ) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self.path = folder
-        (folder / "recipe.toml").write_text(recipes.dump(recipe))
+        (folder / "recipe.toml").write_text(recipe_file.dump(recipe))
         (folder / "manifest.json").write_text(json.dumps(_manifest(recipe, snapshot, data), indent=2) + "\n")
         self._metrics = (folder / "metrics.jsonl").open("a")
         self._board: Any = SummaryWriter(str(folder / "tensorboard"))
@@ -133,7 +134,7 @@ def _rollout(graded: Graded, advantage: float, task: Task) -> dict[str, Any]:
     }
 
 
-def _manifest(recipe: recipes.Recipe, snapshot: Snapshot, data: Mapping[str, Sequence[Task]]) -> dict[str, Any]:
+def _manifest(recipe: Recipe, snapshot: Snapshot, data: Mapping[str, Sequence[Task]]) -> dict[str, Any]:
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "seed": recipe.run.seed,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine import recipe as recipes
+from engine import recipe_file as recipes
 from engine.record import RunFolder, choose_folder, create_folder, step_metrics
 from engine.record.adapter import export_adapter
 from engine.record.folder import FolderError

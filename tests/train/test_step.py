@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine import recipe as recipes
+from engine import recipe_file as recipes
 from engine.train.objective import OBJECTIVES
 from engine.train.step import Trainer, learning_rate_factor, loss_spec
 from engine.types import Graded
