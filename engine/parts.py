@@ -11,8 +11,10 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 from engine.evaluate import suite_result
+from engine.fill import Round, fill_batch
 from engine.recipe import Recipe
 from engine.record import Console, RunFolder
+from engine.record.export import export_adapter, export_model
 from engine.reward import Grader
 from engine.rollout import Sampler, render_prompts
 from engine.rollout.messages import Group, SamplerConfig, Sampling
@@ -20,7 +22,7 @@ from engine.snapshot import Snapshot
 from engine.sync import Canary, SharedFactors
 from engine.tasks import Curriculum, load_tasks
 from engine.train import Trainer
-from engine.types import Graded, SuiteResult, Task
+from engine.types import Graded, Sampled, StepStats, SuiteResult, Task
 
 CANARY_TOKENS = 32
 MAX_SEQUENCES = 64
@@ -32,6 +34,7 @@ class Parts:
 
     def __init__(self, recipe: Recipe, folder: Path, snapshot: Snapshot, cores: int, stack: ExitStack) -> None:
         self.recipe = recipe
+        self.snapshot = snapshot
         train = load_tasks(recipe.tasks.train)
         self.suites = {name: load_tasks(source) for name, source in recipe.tasks.heldout.items()}
         self.tasks = {task.id: task for tasks in (train, *self.suites.values()) for task in tasks}
@@ -66,6 +69,23 @@ class Parts:
         self.sampler.wait_ready()
         self.sampler.bind(self.factors.address)
         self.sync(version=0, changed=False)
+
+    def sample_step(self, step: int, seconds: dict[str, float]) -> Sampled:
+        """The groups of a step; those without a signal are replaced as far as the recipe says."""
+        rollout = self.recipe.rollout
+
+        def sample(count: int, rounds: int) -> Round:
+            purpose = f"step-{step}-refill-{rounds}" if rounds else f"step-{step}"
+            tasks = self.curriculum.take(count)
+            groups = self.sample_and_grade(tasks, rollout.group_size, purpose, seconds)
+            return groups, self.trainer.advantages(groups)
+
+        return fill_batch(sample, rollout.prompts_per_step, oversample=rollout.oversample, refill=rollout.refill)
+
+    def train(self, sampled: Sampled, step: int) -> StepStats:
+        """One step on the groups that make up the batch."""
+        groups, advantages = sampled.groups, sampled.advantages
+        return self.trainer.step([groups[i] for i in sampled.trained], [advantages[i] for i in sampled.trained], step)
 
     def sample_and_grade(
         self, tasks: Sequence[Task], samples: int, purpose: str, seconds: dict[str, float]
@@ -108,14 +128,20 @@ class Parts:
             self.trainer.policy.score(ids), self.sampler.score(ids), version=version, changed=changed
         )
 
+    def export(self, step: int) -> Path:
+        """Write what was trained into the run's folder; where it went."""
+        policy, lora = self.trainer.policy, self.recipe.lora
+        if lora is None:
+            return export_model(self.record.path / "model", policy.model, self.snapshot, step)
+        return export_adapter(self.record.path / "adapter", policy.adapter.factors(), lora, self.snapshot, step)
+
     def evaluate(self, console: Console, when: str) -> dict[str, SuiteResult]:
         """Every held-out suite under the present weights; the same seeds each time, so that runs pair."""
         results = {}
         for name, tasks in self.suites.items():
             groups = self.sample_and_grade(tasks, self.recipe.eval.samples, f"eval-{name}", {})
-            self.record.rollouts(
-                f"{name}-{when.replace(' ', '-')}", groups, self.trainer.advantages(groups), self.tasks
-            )
+            advantages = self.trainer.advantages(groups)
+            self.record.rollouts(f"{name}-{when.replace(' ', '-')}", Sampled(groups, advantages, (), 1), self.tasks)
             results[name] = suite_result(name, tasks, [item for group in groups for item in group])
             console.suite(results[name], when)
         return results
@@ -142,9 +168,9 @@ def _seed(*parts: object) -> int:
 
 @contextmanager
 def timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
-    """Note the wall seconds that the context took under `phase`."""
+    """Add the wall seconds that the context took to those of `phase`."""
     start = time.perf_counter()
     try:
         yield
     finally:
-        seconds[phase] = time.perf_counter() - start
+        seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - start

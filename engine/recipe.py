@@ -57,6 +57,13 @@ class Lora(Section):
         return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
 
 
+class Full(Section):
+    """`[full]` in the place of `[lora]`: the weights themselves are trained, through fp32 masters."""
+
+    freeze: tuple[str, ...] = ()
+    """Names, dotted prefixes or regular expressions of parameters that stay as they are; each must match one."""
+
+
 class Tasks(Section):
     """`[tasks]`: what is learnt."""
 
@@ -81,6 +88,11 @@ class Rollout(Section):
     group_size: Annotated[int, Field(ge=2)] = 8
     """Completions of one prompt; a group of one has no advantage."""
     prompts_per_step: Positive = 8
+    oversample: Annotated[int, Field(ge=0)] = 0
+    """Prompts sampled beyond prompts_per_step at a time; the first that have a signal are trained."""
+    refill: Annotated[int, Field(ge=0)] = 0
+    """Dynamic sampling: how many more times prompts are sampled at most to replace groups without a signal. With
+    oversample or refill a group without a signal is no part of the batch; without both it stays in its counts."""
     max_tokens: Positive = 512
     max_prompt_tokens: Positive = 1024
     temperature: Annotated[float, Field(gt=0)] = 1.0
@@ -169,6 +181,8 @@ class Loss(Section):
     """From a group's rewards to its advantages: group, centred, leave_one_out, max_rl."""
     objective: str = "clip"
     """The loss of a token: clip, importance_sampling, cispo, gspo, reinforce."""
+    old: Literal["trainer", "sampler"] = "trainer"
+    """The ratio's denominator: the trainer's log-probs at the step's start, or the sampler's own."""
     correction: str = "none"
     """Of trainer against sampler: none, truncate, mask, sequence_mask."""
     aggregate: str = "token"
@@ -198,7 +212,7 @@ class Loss(Section):
 
 
 class Optim(Section):
-    """`[optim]`: AdamW on the adapter's fp32 masters."""
+    """`[optim]`: AdamW on fp32 masters."""
 
     lr: Annotated[float, Field(gt=0)] = 1e-5
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -208,6 +222,8 @@ class Optim(Section):
     eps: Annotated[float, Field(gt=0)] = 1e-8
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    updates: Positive = 1
+    """Optimizer steps on each batch, which is cut into as many parts of whole groups."""
 
 
 class Train(Section):
@@ -218,6 +234,8 @@ class Train(Section):
     """Threads of a CPU trainer; 0 takes every core the process may use."""
     token_budget: Annotated[int, Field(ge=64)] = 4096
     """Tokens of one micro-batch, shared prompts counted once."""
+    checkpointing: bool = False
+    """Keep only each layer's input and compute the layer again in the backward: less memory, a third more time."""
 
 
 class Sync(Section):
@@ -253,7 +271,8 @@ class Recipe(Section):
 
     run: Run
     model: Model
-    lora: Lora = Field(default_factory=Lora)
+    lora: Lora | None = None
+    full: Full | None = None
     tasks: Tasks
     rollout: Rollout = Field(default_factory=Rollout)
     sandbox: Sandbox = Field(default_factory=Sandbox)
@@ -264,3 +283,26 @@ class Recipe(Section):
     sync: Sync = Field(default_factory=Sync)
     eval: Eval = Field(default_factory=Eval)
     gate: tuple[Gate, ...] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_way_to_train(cls, table: Any) -> Any:
+        """LoRA with its defaults where a recipe names neither way."""
+        if not isinstance(table, dict) or "lora" in table or "full" in table:
+            return table
+        return {**table, "lora": {}}
+
+    @model_validator(mode="after")
+    def _not_both_ways(self) -> Self:
+        if self.lora is not None and self.full is not None:
+            raise ValueError("[lora] and [full] are both there: a run trains an adapter or the weights; drop one")
+        return self
+
+    @model_validator(mode="after")
+    def _correction_counts_once(self) -> Self:
+        if self.loss.old == "sampler" and self.loss.correction != "none":
+            raise ValueError(
+                f"loss.correction = {self.loss.correction!r} with loss.old = 'sampler': the ratio already holds the "
+                "sampler's log-probs, so the correction would count twice; use correction = 'none'"
+            )
+        return self

@@ -44,7 +44,7 @@ def parse(table: dict[str, Any]) -> Recipe:
 def dump(recipe: Recipe) -> str:
     """The resolved recipe as TOML, complete: `load` gives the same recipe back."""
     lines: list[str] = []
-    for section, table in recipe.model_dump().items():
+    for section, table in recipe.model_dump(exclude_none=True).items():
         for entry in table if isinstance(table, tuple | list) else [table]:
             head = f"[[{section}]]" if isinstance(table, tuple | list) else f"[{section}]"
             lines += [head, *(f"{key} = {_toml(value)}" for key, value in entry.items()), ""]

@@ -11,7 +11,6 @@ from engine.gates import check_gates
 from engine.parts import Parts, timed
 from engine.recipe import Recipe
 from engine.record import Console, step_metrics, summarise
-from engine.record.adapter import export_adapter
 from engine.snapshot import Snapshot
 
 
@@ -24,29 +23,26 @@ def run(recipe: Recipe, folder: Path, snapshot: Snapshot, cores: int) -> dict[st
         history: list[dict[str, float]] = []
         for step in range(1, recipe.run.steps + 1):
             seconds: dict[str, float] = {}
-            tasks = parts.curriculum.take(recipe.rollout.prompts_per_step)
-            groups = parts.sample_and_grade(tasks, recipe.rollout.group_size, f"step-{step}", seconds)
+            sampled = parts.sample_step(step, seconds)
             with timed(seconds, "train"):
-                advantages = parts.trainer.advantages(groups)
-                stats = parts.trainer.step(groups, advantages, step)
+                stats = parts.train(sampled, step)
             with timed(seconds, "sync"):
                 canary = parts.sync(version=step, changed=not stats.skipped)
-            history.append(step_metrics(groups, advantages, stats, seconds, canary))
+            history.append(step_metrics(sampled, stats, seconds, canary))
             parts.record.metrics(step, history[-1])
-            parts.record.rollouts(f"step-{step:06d}", groups, advantages, parts.tasks)
+            parts.record.rollouts(f"step-{step:06d}", sampled, parts.tasks)
             console.step(step, history[-1])
+            console.short_batch(step, sampled, recipe.rollout.prompts_per_step)
             check_gates(recipe.gate, history)
             if recipe.eval.every and step % recipe.eval.every == 0 and step < recipe.run.steps:
                 parts.evaluate(console, f"step {step}")
         after = parts.evaluate(console, "after")
-        adapter = export_adapter(
-            folder / "adapter", parts.trainer.policy.adapter.factors(), recipe.lora, snapshot, step
-        )
+        exported = parts.export(step)
         gains = {
             name: paired_bootstrap(before[name].by_problem, after[name].by_problem, resamples=recipe.eval.bootstrap)
             for name in before
         }
-        summary = summarise(recipe, before, after, gains, history, adapter)
+        summary = summarise(recipe, before, after, gains, history, exported)
         parts.record.summary(summary)
         for name, gain in gains.items():
             console.gain(name, before[name].pass_rate, after[name].pass_rate, gain)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import click
 
@@ -35,23 +34,23 @@ def start(recipe: Recipe, output: str | None) -> None:
     import torch  # from here on the run's own parts are needed, which take seconds to import
 
     from engine.run import run
-    from engine.train.policy import check_targets
+    from engine.train.policy import check_trained
     from engine.train.step import loss_spec
 
     try:
         loss_spec(recipe)
-        layers = check_targets(snapshot.folder, recipe.lora.targets)
+        how = recipe.full or recipe.lora
+        assert how is not None  # a recipe has one of the two
+        trained = check_trained(snapshot.folder, how)
     except (ValueError, LookupError) as error:
         raise InputError(str(error)) from None
     cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(recipe.train.threads or cores)
     create_folder(folder)
-    click.echo(f"ok   model: {snapshot.folder} (sha256 {snapshot.sha256[:12]}), LoRA on {layers} layers")
+    click.echo(f"ok   model: {snapshot.folder} (sha256 {snapshot.sha256[:12]}), {trained}")
     click.echo(f"run  {folder}: loading vLLM and the trainer")
     summary = run(recipe, folder, snapshot, cores)
-    _say_where(folder, Path(str(summary["adapter"])))
-
-
-def _say_where(folder: Path, adapter: Path) -> None:
-    click.echo(f"adapter: {adapter}")
+    for what in ("adapter", "model"):
+        if what in summary:
+            click.echo(f"{what + ':':8} {summary[what]}")
     click.echo(f"next:    rlvr show {folder}    or    tensorboard --logdir {folder / 'tensorboard'}")

@@ -7,7 +7,7 @@ evaluate `SuiteResult` and `Gain`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -84,6 +84,18 @@ class Graded:
 
 
 @dataclass(frozen=True, slots=True)
+class Sampled:
+    """Everything that was sampled for a step, group by group, and which groups are trained."""
+
+    groups: Sequence[Sequence[Graded]]
+    advantages: Sequence[Sequence[float]]
+    trained: Sequence[int]
+    """Positions of the groups that make up the batch."""
+    rounds: int
+    """How many times prompts were sampled: more than once where groups without a signal were replaced."""
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """A micro-batch: token arrays packed flat behind each other, shared prompts standing once.
 
@@ -127,8 +139,14 @@ class StepStats:
     trained_tokens: int
     forward_tokens: int
     micro_batches: int
-    skipped: bool = False
-    """No group had a signal: nothing was changed."""
+    skipped: bool
+    """Nothing was changed: no group had a signal, or no update's gradient was finite."""
+    non_finite: int
+    """Updates whose gradient was no number; they changed nothing."""
+    memory_predicted_mb: float
+    """What weights and step were to take on the trainer's device, MiB."""
+    memory_peak_mb: float
+    """What they took at their height: tensors on CUDA, on a CPU the process's growth since before the weights."""
 
 
 @dataclass(frozen=True, slots=True)

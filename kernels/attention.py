@@ -69,8 +69,9 @@ def register_attention(name: str = "rlvr") -> None:
     `set_attn_implementation(name)`.
 
     The model is then called with batch dimension 1 as `model(ids, position_ids=layout.positions()[None],
-    use_cache=False, layout=layout)`. The function raises ValueError when the layout is missing, when there is
-    more than one batch row or cached keys, and UnsupportedError for attention it does not do (sliding window,
+    use_cache=False, layout=layout)`. Several batch rows are read as laid end to end: the layout then has all of
+    their tokens. The function raises ValueError when the layout is missing or has another number of tokens, and
+    for cached keys, and UnsupportedError for attention it does not do (sliding window,
     soft-cap, sinks, dropout, an attention mask).
     """
     from transformers import AttentionInterface
@@ -89,11 +90,9 @@ def _transformers_attention(
     layout: Layout | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' contract: `[1, heads, tokens, head_dim]` in, `[1, tokens, heads, head_dim]` out."""
+    """transformers' contract: `[rows, heads, tokens, head_dim]` in, `[rows, tokens, heads, head_dim]` out."""
     if layout is None:
         raise ValueError("attention 'rlvr': call the model with layout=Layout(...)")
-    if query.shape[0] != 1:
-        raise ValueError(f"attention 'rlvr': batch dimension must be 1 (packed), got {query.shape[0]}")
     if key.shape[2] != query.shape[2]:
         raise ValueError("attention 'rlvr': cached keys are not supported, call the model with use_cache=False")
     if attention_mask is not None:
@@ -105,5 +104,6 @@ def _transformers_attention(
             raise UnsupportedError(f"{option}: attention 'rlvr' does not implement it")
     if getattr(module, "is_causal", True) is False or options.get("is_causal") is False:
         raise UnsupportedError("is_causal=False: attention 'rlvr' is causal")
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    return segment_attention(q, k, v, layout, scale=scaling)[None], None
+    rows, heads, tokens, _ = query.shape
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    return segment_attention(q, k, v, layout, scale=scaling).view(rows, tokens, heads, -1), None

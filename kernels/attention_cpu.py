@@ -59,8 +59,7 @@ def _tile(layout: Layout, prefix: tuple[tuple[int, int], ...], segments: list[in
     if not prefix and len(segments) == 1:
         return Tile(own, keys, None)
     front = sum(stop - start for start, stop in prefix)
-    lengths = torch.tensor([layout.lengths[s] for s in segments])
-    owner = torch.repeat_interleave(torch.arange(len(segments)), lengths)
+    owner = torch.tensor([i for i, s in enumerate(segments) for _ in range(layout.lengths[s])])
     index = torch.arange(len(owner))
     seen = (owner[:, None] == owner[None, :]) & (index[:, None] >= index[None, :])
     mask = torch.zeros(1, 1, len(owner), front + len(owner), dtype=dtype)

@@ -102,8 +102,19 @@ def token_loss(
     return _module(name).loss(hidden, weight, a, b, targets, valid, options, loss_of_rows)
 
 
+def workspace_bytes(rows: int, weight: torch.Tensor, impl: str | None = None) -> int:
+    """Memory that `token_loss` takes for this many rows beyond its inputs and outputs, weight `[vocab, width]`.
+
+    impl: overrides the dispatch rule. The weight's own fp32 gradient is counted where it requires one.
+    """
+    own = weight.numel() * 4 if weight.requires_grad else 0
+    return own + _module(pick("lm_head", weight, impl)).workspace_bytes(rows, weight)
+
+
 class _Implementation(Protocol):
     """What the module of an implementation offers."""
+
+    workspace_bytes: Callable[[int, torch.Tensor], int]
 
     logprobs: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     loss: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]

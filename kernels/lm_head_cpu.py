@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import torch
 
+from kernels.dispatch import cpu_compute_dtype
 from kernels.lm_head import HeadOptions, LossOfRows
-from kernels.lm_head_cpu_tiles import TILE, TiledHead, statistics, to_exponentials, to_gradient
+from kernels.lm_head_cpu_tiles import BLOCK, CHUNK, TILE, TiledHead, statistics, to_exponentials, to_gradient
 from kernels.lm_head_driver import Logprobs, Loss, Rows, Sums
 
 
@@ -88,6 +89,17 @@ class CpuHead(TiledHead):
             d_u.addmm_(wide, self.b[columns], alpha=scale)
             if sums.b is not None:
                 sums.b[columns].addmm_(wide.T, u, alpha=scale)
+
+
+def workspace_bytes(rows: int, weight: torch.Tensor) -> int:
+    """The kept tiles of one chunk and the small buffers; see `TiledHead`."""
+    dtype, wide = cpu_compute_dtype(weight.dtype), torch.promote_types(weight.dtype, torch.float32)
+    vocab, native = weight.shape[0], dtype != wide
+    columns = vocab if native else min(TILE, vocab)
+    kept = min(CHUNK, rows) * columns * -(-vocab // columns)
+    hot = 0 if native else min(CHUNK, rows) * columns
+    widened = 0 if weight.dtype == dtype else columns * weight.shape[1]
+    return (kept + hot + widened) * dtype.itemsize + 2 * max(BLOCK, columns) * wide.itemsize
 
 
 def logprobs(

@@ -23,7 +23,7 @@ from kernels.lm_head_driver import HeadKernel, Rows, combine
 
 CHUNK = 256  # rows; see bench/kernels.py for the sweep
 TILE = 2048  # columns: 2 MiB of fp32 logits for 256 rows, in cache between the product and what is made of it
-_BLOCK = 1 << 18  # elements of fp32 arithmetic at a time
+BLOCK = 1 << 18  # elements of fp32 arithmetic at a time
 
 
 class TiledHead(HeadKernel):
@@ -47,7 +47,7 @@ class TiledHead(HeadKernel):
         self.count = -(-weight.shape[0] // self.tile)
         rows = min(self.chunk, tokens)
         self.kept = torch.empty((self.count if keep else 1) * rows * self.tile, dtype=self.dtype)
-        self.scratch = torch.empty(2, max(_BLOCK, self.tile), dtype=self.wide)
+        self.scratch = torch.empty(2, max(BLOCK, self.tile), dtype=self.wide)
         self.hot = torch.empty(0 if self.native else rows * self.tile, dtype=self.dtype)
         widened = 0 if weight.dtype == self.dtype else self.tile * weight.shape[1]
         self.widened = torch.empty(widened, dtype=self.dtype)

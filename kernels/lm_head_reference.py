@@ -7,6 +7,11 @@ import torch
 from kernels.lm_head import HeadOptions, LossOfRows
 
 
+def workspace_bytes(rows: int, weight: torch.Tensor) -> int:
+    """Whole logits: the product, its softmax, their gradients, in fp32 or wider."""
+    return 4 * rows * weight.shape[0] * max(weight.element_size(), 4)
+
+
 def logprobs(
     hidden: torch.Tensor,
     weight: torch.Tensor,

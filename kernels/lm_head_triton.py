@@ -299,6 +299,12 @@ class TritonHead(HeadKernel):
             sums.hidden[rows] = d_x.to(sums.hidden.dtype)
 
 
+def workspace_bytes(rows: int, weight: torch.Tensor) -> int:
+    """The buffer that every chunk reuses, and the copy of up to three quarters of it where rows are left out."""
+    head = TritonHead(weight, None, None, HeadOptions(), rows, keep=True)
+    return min(head.chunk, rows) * head.row_size * weight.element_size() * 7 // 4
+
+
 def logprobs(
     hidden: torch.Tensor,
     weight: torch.Tensor,

@@ -8,7 +8,7 @@ import rich.console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from engine.types import Gain, SuiteResult
+from engine.types import Gain, Sampled, SuiteResult
 
 COLUMNS = (
     ("reward", "reward/mean", ".3f"),
@@ -61,6 +61,14 @@ class Console:
         cells = [f"{metrics[key]:>{_width(head)}{form}}" for head, key, form in COLUMNS]
         self._console.print(f"{step:>{self._width + 5}} {' '.join(cells)}", soft_wrap=True)
         self._progress.update(self._bar, completed=step)
+
+    def short_batch(self, step: int, sampled: Sampled, wanted: int) -> None:
+        """Say so where sampling came to its bound before the batch was full."""
+        if len(sampled.trained) < wanted:
+            self.say(
+                f"step {step}: {len(sampled.trained)} of {wanted} groups have a signal after sampling "
+                f"{len(sampled.groups)} in {sampled.rounds} rounds; trained on those"
+            )
 
     def suite(self, result: SuiteResult, when: str) -> None:
         """A suite's pass rate."""

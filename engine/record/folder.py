@@ -17,7 +17,7 @@ from engine import recipe_file
 from engine.errors import InputError
 from engine.recipe import Recipe
 from engine.snapshot import Snapshot
-from engine.types import Graded, Task
+from engine.types import Graded, Sampled, Task
 
 PACKAGES = (
     "torch",
@@ -63,9 +63,7 @@ def create_folder(folder: Path) -> Path:
 class RunFolder:
     """Writes a run's records; every line is flushed, so a killed run keeps what it had."""
 
-    def __init__(
-        self, folder: Path, recipe: Recipe, snapshot: Snapshot, data: Mapping[str, Sequence[Task]]
-    ) -> None:
+    def __init__(self, folder: Path, recipe: Recipe, snapshot: Snapshot, data: Mapping[str, Sequence[Task]]) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self.path = folder
@@ -85,15 +83,16 @@ class RunFolder:
     def rollouts(
         self,
         name: str,
-        groups: Sequence[Sequence[Graded]],
-        advantages: Sequence[Sequence[float]],
+        sampled: Sampled,
         tasks: Mapping[str, Task],
     ) -> None:
         """rollouts/<name>.jsonl.gz: every completion with what became of it."""
+        trained = set(sampled.trained)
         with gzip.open(self.path / "rollouts" / f"{name}.jsonl.gz", "wt", compresslevel=5) as file:
-            for group, row in zip(groups, advantages, strict=True):
+            for index, (group, row) in enumerate(zip(sampled.groups, sampled.advantages, strict=True)):
                 for graded, advantage in zip(group, row, strict=True):
-                    file.write(json.dumps(_rollout(graded, advantage, tasks[graded.completion.task_id])) + "\n")
+                    line = _rollout(graded, advantage, tasks[graded.completion.task_id])
+                    file.write(json.dumps({**line, "trained": index in trained}) + "\n")
 
     def summary(self, values: Mapping[str, Any]) -> None:
         """summary.json, whole or not at all."""

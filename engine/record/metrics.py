@@ -5,29 +5,34 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from engine.types import Graded, StepStats
+from engine.types import Sampled, StepStats
 
 
 def step_metrics(
-    groups: Sequence[Sequence[Graded]],
-    advantages: Sequence[Sequence[float]],
+    sampled: Sampled,
     stats: StepStats,
     seconds: Mapping[str, float],
     canary: float,
 ) -> dict[str, float]:
-    """Everything that a line of metrics.jsonl holds of a step."""
-    graded = [item for group in groups for item in group]
+    """Everything that a line of metrics.jsonl holds of a step.
+
+    Rewards, rates and lengths are of all that was sampled, also where only some of its groups are trained.
+    """
+    graded = [item for group in sampled.groups for item in group]
     judged = [item for item in graded if item.reward is not None]
     rewards = [item.reward for item in judged if item.reward is not None]
     lengths = [len(item.completion.token_ids) for item in graded]
-    mixed = sum(any(a != 0.0 for a in row) for row in advantages)
+    mixed = sum(any(a != 0.0 for a in row) for row in sampled.advantages)
     mean_reward = _mean(rewards)
     values = {
         "reward/mean": mean_reward,
         "reward/std": math.sqrt(_mean([(r - mean_reward) ** 2 for r in rewards])),
         "pass_rate": _mean([float(item.verdict.verdict == "AC") for item in judged]),
-        "groups/mixed_share": mixed / len(groups),
-        "groups/no_signal": float(len(groups) - mixed),
+        "groups/mixed_share": mixed / len(sampled.groups),
+        "groups/no_signal": float(len(sampled.groups) - mixed),
+        "groups/sampled": float(len(sampled.groups)),
+        "groups/trained": float(len(sampled.trained)),
+        "groups/rounds": float(sampled.rounds),
         "completions/mean_length": _mean(lengths),
         "completions/max_length": float(max(lengths)),
         "completions/truncated_share": _mean([float(item.completion.truncated) for item in graded]),
@@ -50,6 +55,10 @@ def step_metrics(
         "tokens/forward": float(stats.forward_tokens),
         "tokens/sampled": float(sum(lengths)),
         "train/skipped": float(stats.skipped),
+        "train/non_finite": float(stats.non_finite),
+        "train/micro_batches": float(stats.micro_batches),
+        "perf/memory_predicted_mb": stats.memory_predicted_mb,
+        "perf/memory_peak_mb": stats.memory_peak_mb,
     }
     for name in sorted({name for item in judged for name in item.parts}):
         values[f"reward/{name}"] = _mean([item.parts[name] for item in judged])

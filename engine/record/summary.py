@@ -18,7 +18,7 @@ def summarise(
     after: Mapping[str, SuiteResult],
     gains: Mapping[str, Gain],
     history: Sequence[Mapping[str, float]],
-    adapter: Path,
+    exported: Path,
 ) -> dict[str, Any]:
     """The headline suite as `heldout`, every suite under `suites`, seconds by phase over all steps."""
     suites = {
@@ -43,7 +43,7 @@ def summarise(
         "seconds": seconds,
         "tokens_per_second": sum(step["tokens/sampled"] for step in history) / max(sum(seconds.values()), 1e-9),
         "mismatch": {"mean_abs_logprob": _mean([step["mismatch/mean_abs_logprob"] for step in history])},
-        "adapter": str(adapter),
+        "adapter" if recipe.lora is not None else "model": str(exported),
     }
 
 

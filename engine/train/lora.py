@@ -16,7 +16,15 @@ from torch import nn
 
 from kernels.lora import lora_linears
 
-SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+SAME_INPUT = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+)
+
+
+HEAD = "lm_head"
+"""The output projection's name in transformers' causal models; `kernels.lm_head` computes it, not `LoraLinear`."""
 
 
 class _Group:
@@ -58,6 +66,11 @@ class LoraLinear(nn.Module):
         self._group = group
         group.layers.append(self)
 
+    @property
+    def enabled(self) -> bool:
+        """Whether the low-rank part counts at present."""
+        return self._group.enabled
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[..., in]` to `[..., out]`."""
         return self._group.output(self, x)
@@ -74,11 +87,25 @@ class Adapter:
     @property
     def parameters(self) -> list[nn.Parameter]:
         """Every factor: A then B, layer by layer."""
-        return [p for layer in self.layers.values() for p in (layer.lora_a, layer.lora_b)]
+        return list(self.named_parameters.values())
+
+    @property
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """Every factor by name: `<module>.lora_a`, then `<module>.lora_b`, layer by layer."""
+        pairs = ((name, layer.lora_a, layer.lora_b) for name, layer in self.layers.items())
+        return {f"{name}.{leaf}": p for name, a, b in pairs for leaf, p in (("lora_a", a), ("lora_b", b))}
 
     def factors(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """(A, B) by module name; the live tensors, not copies."""
         return {name: (layer.lora_a.detach(), layer.lora_b.detach()) for name, layer in self.layers.items()}
+
+    def updated(self) -> None:
+        """After an optimizer step: nothing to do, the factors are their own masters."""
+
+    def head_factors(self) -> tuple[torch.Tensor, torch.Tensor, float] | None:
+        """(A, B, scale) of the output projection, if the adapter has it and is not disabled; with gradient."""
+        head = self.layers.get(HEAD)
+        return (head.lora_a, head.lora_b, self.scale) if head is not None and head.enabled else None
 
     @contextmanager
     def disabled(self) -> Iterator[None]:

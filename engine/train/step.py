@@ -1,11 +1,12 @@
-"""One optimizer step: graded groups in, changed LoRA factors and statistics out."""
+"""One optimizer step: graded groups in, changed weights and statistics out."""
 
 from __future__ import annotations
 
 import difflib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -14,12 +15,25 @@ from engine.recipe import Recipe
 from engine.train.advantage import ADVANTAGES
 from engine.train.layout import Trained, pack
 from engine.train.loss import Rows, loss_of_rows, row_weights, tokens_of
+from engine.train.memory import Gauge, measure, require_room
 from engine.train.objective import AGGREGATES, CORRECTIONS, KLS, OBJECTIVES, SEQUENCE_LEVEL, LossSpec, k3
 from engine.train.policy import Policy
 from engine.types import Batch, Graded, StepStats
-from kernels.lm_head import token_logprobs, token_loss
 
 NON_FINITE_STEPS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class _Update:
+    """One optimizer step before it runs."""
+
+    batches: list[Batch]
+    tokens: int
+    """Trainable ones, also of completions that are left out of the forward for want of a signal."""
+    completions: int
+    """That have a trainable token."""
+    old: tuple[torch.Tensor, ...] = ()
+    """Log-probs of each batch at the step's start, where it makes more than one update."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,23 +50,29 @@ class Trainer:
     """The policy, its optimizer and the loss of a recipe."""
 
     def __init__(self, recipe: Recipe, model_dir: Path) -> None:
+        self._gauge = Gauge(torch.device(recipe.train.device))
+        how = recipe.full or recipe.lora
+        assert how is not None  # a recipe has one of the two
         self.policy = Policy(
             model_dir,
             dtype=recipe.model.dtype,
             device=recipe.train.device,
-            targets=recipe.lora.targets,
-            rank=recipe.lora.rank,
-            scale=recipe.lora.scale,
+            how=how,
             seed=recipe.run.seed,
+            keep_base=recipe.loss.kl > 0,
+            checkpointing=recipe.train.checkpointing,
         )
+        self.memory = measure(self.policy)
+        require_room(self.memory, recipe.train.token_budget, self.policy.device)
         self._spec = loss_spec(recipe)
         self._recipe = recipe
         self._optimizer = torch.optim.AdamW(
-            self.policy.adapter.parameters,
+            self.policy.trained.parameters,
             lr=recipe.optim.lr,
             betas=recipe.optim.betas,
             eps=recipe.optim.eps,
             weight_decay=recipe.optim.weight_decay,
+            fused=True,
         )
         self._non_finite = 0
 
@@ -67,22 +87,46 @@ class Trainer:
         ]
 
     def step(self, groups: Sequence[Sequence[Graded]], advantages: Sequence[Sequence[float]], step: int) -> StepStats:
-        """Train on the groups; the step's counts are taken before anything is cut or left out."""
-        chosen = self._trainable(groups, advantages)
-        step_tokens = sum(len(t.rows) for t in chosen)
-        step_completions = sum(1 for t in chosen if t.rows)
+        """Train on the groups; each update's counts are taken before anything is cut or left out."""
         lr = self._set_lr(step)
+        updates = [self._plan(part) for part in self._parts(groups, advantages)]
+        updates = [update for update in updates if update.batches]
+        if not updates:
+            return _nothing_trained(lr)
+        if self._recipe.optim.updates > 1:
+            updates = [replace(u, old=tuple(self._logprobs(batch) for batch in u.batches)) for u in updates]
+        self._gauge.clear()
+        done = [self._update(update) for update in updates]
+        predicted = max(self.memory.peak(update.batches) for update in updates)
+        return self._stats(updates, done, lr, predicted_mb=predicted / 2**20, peak_mb=self._gauge.height_mb())
+
+    def _parts(self, groups: Sequence[Sequence[Graded]], advantages: Sequence[Sequence[float]]) -> list[list[Trained]]:
+        """The trainable completions of each update: groups in their order, whole."""
+        updates = min(self._recipe.optim.updates, len(groups))
+        cuts = [len(groups) * i // updates for i in range(updates + 1)] if updates else [0]
+        return [self._trainable(groups[a:b], advantages[a:b]) for a, b in pairwise(cuts)]
+
+    def _plan(self, chosen: Sequence[Trained]) -> _Update:
         # Without KL and entropy a group without a signal has no gradient: it stays in the counts, out of the forward.
         everywhere = self._spec.kl_coefficient > 0 or self._spec.entropy_coefficient > 0
-        with_signal = [t for t in chosen if t.advantage != 0.0 or everywhere]
-        batches = pack(with_signal, self._recipe.train.token_budget)
-        if not batches:
-            return _nothing_trained(lr)
+        batches = pack(
+            [t for t in chosen if t.advantage != 0.0 or everywhere],
+            self._recipe.train.token_budget,
+            share=self.policy.shares_prefixes,
+            context_cost=self.policy.context_cost,
+        )
+        return _Update(batches, sum(len(t.rows) for t in chosen), sum(1 for t in chosen if t.rows))
+
+    def _update(self, update: _Update) -> tuple[list[_Part], float]:
+        """One optimizer step; what each micro-batch came to, and the gradient's norm."""
         self._optimizer.zero_grad(set_to_none=True)
-        parts = [self._micro_batch(batch, step_tokens, step_completions) for batch in batches]
-        norm = torch.nn.utils.clip_grad_norm_(self.policy.adapter.parameters, self._recipe.optim.max_grad_norm)
+        parts = [
+            self._micro_batch(batch, update, old)
+            for batch, old in zip(update.batches, update.old or [None] * len(update.batches), strict=True)
+        ]
+        norm = torch.nn.utils.clip_grad_norm_(self.policy.trained.parameters, self._recipe.optim.max_grad_norm)
         self._apply(norm)
-        return self._stats(batches, parts, float(norm), lr)
+        return parts, float(norm)
 
     def _trainable(self, groups: Sequence[Sequence[Graded]], advantages: Sequence[Sequence[float]]) -> list[Trained]:
         members = [
@@ -94,30 +138,28 @@ class Trainer:
             if graded.reward is not None and not (self._recipe.loss.mask_truncated and graded.completion.truncated)
         ]
 
-    def _micro_batch(self, batch: Batch, step_tokens: int, step_completions: int) -> _Part:
+    def _micro_batch(self, batch: Batch, update: _Update, old: torch.Tensor | None) -> _Part:
         """Forward and backward of one micro-batch."""
         device = self.policy.device
         lengths = batch.sequences.unique_consecutive(return_counts=True)[1].tolist()
+        sampled = batch.sampled_logprobs.to(device)
         rows = Rows(
-            sampled=batch.sampled_logprobs.to(device),
+            sampled=sampled,
             advantages=batch.advantages.to(device),
             sequences=batch.sequences.to(device),
-            weights=row_weights(lengths, self._spec, step_tokens, step_completions).to(device),
-            step_tokens=step_tokens,
+            weights=row_weights(lengths, self._spec, update.tokens, update.completions).to(device),
+            step_tokens=update.tokens,
+            old=sampled if self._recipe.loss.old == "sampler" else old,
             reference=self._reference_logprobs(batch) if self._spec.kl_coefficient else None,
         )
         state, targets = self._predicting_states(batch), batch.targets.to(device)
         temperature = self._recipe.rollout.temperature
         if SEQUENCE_LEVEL & {self._spec.objective, self._spec.correction}:
-            logprobs, entropies = token_logprobs(state, self.policy.head, targets, temperature=temperature)
+            logprobs, entropies = self.policy.logprobs(state, targets, temperature)
             loss = loss_of_rows(logprobs, entropies, rows, self._spec, slice(None))
         else:
-            loss, logprobs, entropies = token_loss(
-                state,
-                self.policy.head,
-                targets,
-                lambda new, entropy, at: loss_of_rows(new, entropy, rows, self._spec, at),
-                temperature=temperature,
+            loss, logprobs, entropies = self.policy.loss(
+                state, targets, lambda new, entropy, at: loss_of_rows(new, entropy, rows, self._spec, at), temperature
             )
         loss.backward()
         return _Part(float(loss.detach()), logprobs.detach(), entropies.detach(), rows)
@@ -128,12 +170,15 @@ class Trainer:
         return state.index_select(0, batch.predictors.to(self.policy.device))
 
     @torch.no_grad()
+    def _logprobs(self, batch: Batch) -> torch.Tensor:
+        """`[N]` fp32 under the present weights."""
+        state, targets = self._predicting_states(batch), batch.targets.to(self.policy.device)
+        return self.policy.logprobs(state, targets, self._recipe.rollout.temperature)[0]
+
     def _reference_logprobs(self, batch: Batch) -> torch.Tensor:
-        """`[N]` fp32 under the base model without its adapter."""
-        with self.policy.adapter.disabled():
-            state = self._predicting_states(batch)
-        targets = batch.targets.to(self.policy.device)
-        return token_logprobs(state, self.policy.head, targets, temperature=self._recipe.rollout.temperature)[0]
+        """`[N]` fp32 under the model as it was before training."""
+        with self.policy.base_model():
+            return self._logprobs(batch)
 
     def _set_lr(self, step: int) -> float:
         optim, steps = self._recipe.optim, self._recipe.run.steps
@@ -146,28 +191,37 @@ class Trainer:
         if bool(norm.isfinite()):
             self._non_finite = 0
             self._optimizer.step()
+            self.policy.trained.updated()
             return
         self._non_finite += 1
         if self._non_finite >= NON_FINITE_STEPS:
-            names = [
-                name
-                for name, layer in self.policy.adapter.layers.items()
-                if any(p.grad is not None and not bool(p.grad.isfinite().all()) for p in (layer.lora_a, layer.lora_b))
-            ]
+            named = self.policy.trained.named_parameters
+            names = [n for n, p in named.items() if p.grad is not None and not bool(p.grad.isfinite().all())]
             raise FloatingPointError(
                 f"{self._non_finite} steps in a row had a gradient that is no number, first in {names[:3]}; "
                 f"lower optim.lr = {self._recipe.optim.lr:g} or train in float32"
             )
 
-    def _stats(self, batches: Sequence[Batch], parts: Sequence[_Part], norm: float, lr: float) -> StepStats:
+    def _stats(
+        self,
+        updates: Sequence[_Update],
+        done: Sequence[tuple[Sequence[_Part], float]],
+        lr: float,
+        *,
+        predicted_mb: float,
+        peak_mb: float,
+    ) -> StepStats:
         objective = OBJECTIVES[self._spec.objective]
+        parts = [part for update_parts, _ in done for part in update_parts]
+        norms = [norm for _, norm in done]
         clipped = torch.cat([objective(tokens_of(p.logprobs, p.rows, slice(None)), self._spec)[1] for p in parts])
         new = torch.cat([part.logprobs for part in parts])
-        gap = new - torch.cat([part.rows.sampled for part in parts])
+        started = [old for update in updates for old in update.old] or [new]
+        gap = torch.cat(started) - torch.cat([part.rows.sampled for part in parts])
         references = [p.rows.reference for p in parts if p.rows.reference is not None]
         return StepStats(
-            loss=sum(part.loss for part in parts),
-            grad_norm=norm,
+            loss=sum(part.loss for part in parts) / len(done),
+            grad_norm=sum(norms) / len(norms),
             lr=lr,
             entropy=float(torch.cat([part.entropies for part in parts]).mean()),
             kl=float(k3(new, torch.cat(references)).mean()) if references else 0.0,
@@ -179,9 +233,12 @@ class Trainer:
             ratio_min=float(gap.min().exp()),
             ratio_max=float(gap.max().exp()),
             trained_tokens=new.numel(),
-            forward_tokens=sum(batch.input_ids.numel() for batch in batches),
-            micro_batches=len(batches),
-            skipped=not math.isfinite(norm),
+            forward_tokens=sum(batch.input_ids.numel() for update in updates for batch in update.batches),
+            micro_batches=len(parts),
+            skipped=not any(math.isfinite(norm) for norm in norms),
+            non_finite=sum(not math.isfinite(norm) for norm in norms),
+            memory_predicted_mb=predicted_mb,
+            memory_peak_mb=peak_mb,
         )
 
 
@@ -234,5 +291,5 @@ def _nothing_trained(lr: float) -> StepStats:
     return StepStats(
         loss=0.0, grad_norm=0.0, lr=lr, entropy=0.0, kl=0.0, clip_low_share=0.0, clip_high_share=0.0, mismatch_mean=0.0,
         mismatch_max=0.0, gen_kl=0.0, ratio_min=1.0, ratio_max=1.0, trained_tokens=0, forward_tokens=0,
-        micro_batches=0, skipped=True,
+        micro_batches=0, skipped=True, non_finite=0, memory_predicted_mb=0.0, memory_peak_mb=0.0,
     )  # fmt: skip

@@ -174,8 +174,9 @@ def test_transformers_function_refuses_what_it_does_not_do() -> None:
     module, layout = torch.nn.Module(), Layout((0, 3), (-1,))
     with pytest.raises(ValueError, match="layout="):
         attend(module, q, q, q, None)
-    with pytest.raises(ValueError, match="batch dimension must be 1"):
-        attend(module, q.expand(2, -1, -1, -1), q, q, None, layout=layout)
+    two_rows = q.expand(2, -1, -1, -1)
+    with pytest.raises(ValueError, match="layout has 3 tokens, q 6"):
+        attend(module, two_rows, two_rows, two_rows, None, layout=layout)
     with pytest.raises(ValueError, match="use_cache=False"):
         attend(module, q, torch.zeros(1, 4, 5, 8), q, None, layout=layout)
     for option in ("sliding_window", "softcap", "s_aux"):

@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 
 from engine import recipe_file as recipes
+from engine.recipe import Lora
 from engine.record import RunFolder, choose_folder, create_folder, step_metrics
-from engine.record.adapter import export_adapter
+from engine.record.export import export_adapter
 from engine.record.folder import FolderError
 from engine.record.show import ShowError, show
 from engine.snapshot import Snapshot
-from engine.types import StepStats, Task
+from engine.types import Sampled, StepStats, Task
 from sandbox import StdinTests
 from tests.conftest import completion, graded
 
@@ -23,7 +24,7 @@ RECIPE = recipes.parse(
         "tasks": {"train": "generated:train"},
     }
 )
-STATS = StepStats(0.5, 1.0, 1e-3, 2.0, 0.0, 0.0, 0.1, 1e-5, 1e-4, 1e-9, 0.9, 1.1, 12, 40, 1)
+STATS = StepStats(0.5, 1.0, 1e-3, 2.0, 0.0, 0.0, 0.1, 1e-5, 1e-4, 1e-9, 0.9, 1.1, 12, 40, 1, False, 0, 20.0, 18.0)
 TASKS = {f"task-{g}": Task(f"task-{g}", "print [b]x[/b]:", StdinTests(()), source="s") for g in range(2)}
 GROUPS = [
     [
@@ -32,15 +33,15 @@ GROUPS = [
     ],
     [graded(completion(1, 0, (1,), (2, 3)), 0.5), graded(completion(1, 1, (1,), (4,)), None)],
 ]
-ADVANTAGES = [[0.5, -0.5], [0.0, 0.0]]
+SAMPLED = Sampled(GROUPS, [[0.5, -0.5], [0.0, 0.0]], (0,), 1)
 
 
 def test_a_run_folder_holds_what_it_was_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = create_folder(choose_folder(RECIPE, str(tmp_path / "run")))
     record = RunFolder(folder, RECIPE, Snapshot("somewhere", tmp_path, "beef"), {"train": list(TASKS.values())})
-    metrics = step_metrics(GROUPS, ADVANTAGES, STATS, {"sample": 2.0, "train": 1.0}, 1e-6)
+    metrics = step_metrics(SAMPLED, STATS, {"sample": 2.0, "train": 1.0}, 1e-6)
     record.metrics(1, metrics)
-    record.rollouts("step-000001", GROUPS, ADVANTAGES, TASKS)
+    record.rollouts("step-000001", SAMPLED, TASKS)
     record.summary({"steps": 1})
     record.close()
     assert json.loads((folder / "metrics.jsonl").read_text()) == {"step": 1, **metrics}
@@ -51,8 +52,9 @@ def test_a_run_folder_holds_what_it_was_given(tmp_path: Path, capsys: pytest.Cap
     }
     with gzip.open(folder / "rollouts" / "step-000001.jsonl.gz", "rt") as file:
         rows = [json.loads(line) for line in file]
-    assert [(r["task"], r["member"], r["reward"], r["advantage"]) for r in rows] == [
-        ("task-0", 0, 1.0, 0.5), ("task-0", 1, 0.0, -0.5), ("task-1", 0, 0.5, 0.0), ("task-1", 1, None, 0.0),
+    assert [(r["task"], r["member"], r["reward"], r["advantage"], r["trained"]) for r in rows] == [
+        ("task-0", 0, 1.0, 0.5, True), ("task-0", 1, 0.0, -0.5, True),
+        ("task-1", 0, 0.5, 0.0, False), ("task-1", 1, None, 0.0, False),
     ]  # fmt: skip
     assert list((folder / "tensorboard").glob("events*"))
     show(folder, None)
@@ -63,7 +65,7 @@ def test_a_run_folder_holds_what_it_was_given(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_metrics_leave_infra_out_of_the_reward_and_count_it() -> None:
-    metrics = step_metrics(GROUPS, ADVANTAGES, STATS, {"sample": 2.0, "train": 1.0}, 1e-6)
+    metrics = step_metrics(SAMPLED, STATS, {"sample": 2.0, "train": 1.0}, 1e-6)
     assert metrics["reward/mean"] == pytest.approx(0.5)
     assert metrics["pass_rate"] == pytest.approx(1 / 3)
     assert metrics["groups/mixed_share"] == 0.5
@@ -99,9 +101,7 @@ def test_the_exported_adapter_holds_every_factor(tiny_model: Path, tmp_path: Pat
     adapter = add_lora(model, ("q_proj", "down_proj"), rank=16, scale=2.0, seed=0)
     for _, b in adapter.factors().values():
         b.normal_()
-    folder = export_adapter(
-        tmp_path / "a", adapter.factors(), RECIPE.lora, Snapshot(str(tiny_model), tiny_model, "h"), 7
-    )
+    folder = export_adapter(tmp_path / "a", adapter.factors(), Lora(), Snapshot(str(tiny_model), tiny_model, "h"), 7)
     tensors = load_file(folder / "adapter_model.safetensors")
     assert len(tensors) == 2 * len(adapter.layers)
     for name, (a, b) in adapter.factors().items():

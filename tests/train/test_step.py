@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from engine import recipe_file as recipes
+from engine.recipe import Lora
 from engine.train.objective import OBJECTIVES
 from engine.train.step import Trainer, learning_rate_factor, loss_spec
 from engine.types import Graded
@@ -19,7 +20,8 @@ from tests.conftest import completion, graded
 PROMPTS = [tuple(range(1, 15)), (*range(1, 12), 40, 41), (90, 91, 92)]
 
 
-def recipe_for(**sections: dict[str, object]) -> recipes.Recipe:
+def recipe_for(**sections: dict[str, object] | None) -> recipes.Recipe:
+    """A small recipe with these sections laid over it; None leaves a section out."""
     base: dict[str, dict[str, object]] = {
         "run": {"name": "t", "steps": 10},
         "model": {"source": "tiny"},
@@ -28,7 +30,8 @@ def recipe_for(**sections: dict[str, object]) -> recipes.Recipe:
         "lora": {"rank": 4, "alpha": 8.0},
         "optim": {"lr": 1e-3, "max_grad_norm": 1e9},
     }
-    return recipes.parse({k: {**base.get(k, {}), **sections.get(k, {})} for k in {**base, **sections}})
+    names = [name for name in {**base, **sections} if sections.get(name, {}) is not None]
+    return recipes.parse({name: {**base.get(name, {}), **(sections.get(name) or {})} for name in names})
 
 
 def groups(rewards: list[list[float | None]]) -> list[list[Graded]]:
@@ -81,7 +84,7 @@ def test_gradients_equal_padded_forwards_of_a_plain_model(tiny_model: Path) -> N
     plain = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
     from engine.train.lora import add_lora
 
-    adapter = add_lora(plain, recipe_for().lora.targets, rank=4, scale=2.0, seed=0)
+    adapter = add_lora(plain, Lora().targets, rank=4, scale=2.0, seed=0)
     for name, (a, b) in trainer.policy.adapter.factors().items():
         adapter.factors()[name][0].copy_(a)
         adapter.factors()[name][1].copy_(b)

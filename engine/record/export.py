@@ -1,15 +1,19 @@
-"""The adapter in PEFT's format, which PEFT and vLLM load."""
+"""What was trained, on disk: the adapter in PEFT's format, or the whole model in transformers'."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 from safetensors.torch import save_file
+from transformers import PreTrainedModel
 
 from engine.recipe import Lora
 from engine.snapshot import Snapshot
 from engine.types import Factors
+
+TOKENIZER_FILES = ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "chat_template")
 
 
 def export_adapter(folder: Path, factors: Factors, lora: Lora, snapshot: Snapshot, step: int) -> Path:
@@ -38,12 +42,20 @@ def export_adapter(folder: Path, factors: Factors, lora: Lora, snapshot: Snapsho
         "rank_pattern": {},
         "alpha_pattern": {},
     }
-    info = {
-        "base_model": snapshot.source,
-        "base_model_sha256": snapshot.sha256,
-        "step": step,
-        "rank": lora.rank,
-    }
-    for name, content in (("adapter_config.json", config), ("training_info.json", info)):
-        (folder / name).write_text(json.dumps(content, indent=2) + "\n")
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    return _with_info(folder, snapshot, step, rank=lora.rank)
+
+
+def export_model(folder: Path, model: PreTrainedModel, snapshot: Snapshot, step: int) -> Path:
+    """Write a fully trained model, the base's tokenizer files and training_info.json into `folder`."""
+    model.save_pretrained(folder)
+    for file in snapshot.folder.iterdir():
+        if file.name.startswith(TOKENIZER_FILES):
+            shutil.copy(file, folder / file.name)
+    return _with_info(folder, snapshot, step)
+
+
+def _with_info(folder: Path, snapshot: Snapshot, step: int, **more: int) -> Path:
+    info = {"base_model": snapshot.source, "base_model_sha256": snapshot.sha256, "step": step, **more}
+    (folder / "training_info.json").write_text(json.dumps(info, indent=2) + "\n")
     return folder

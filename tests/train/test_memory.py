@@ -1,0 +1,81 @@
+"""The memory that a step is said to take, against what it takes: every tensor that a real step makes is counted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.errors import RunError
+from engine.train.memory import Allocations, Gauge
+from engine.train.step import Trainer
+from tests.conftest import completion, graded
+from tests.train.test_step import recipe_for
+
+WAYS: dict[str, dict[str, object]] = {
+    "lora": {},
+    "checkpointing": {"train": {"checkpointing": True, "token_budget": 4096}},
+    "full": {"lora": None, "full": {}},
+    "cut": {"train": {"token_budget": 300}},
+    "bf16": {"model": {"source": "t", "dtype": "bfloat16"}},
+    "bf16 full": {"model": {"source": "t", "dtype": "bfloat16"}, "lora": None, "full": {}},
+}
+
+
+@pytest.fixture(scope="module")
+def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama whose layers weigh more than what surrounds them."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=500, hidden_size=128, intermediate_size=384, num_hidden_layers=6, num_attention_heads=4,
+        num_key_value_heads=2, tie_word_embeddings=True,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("wide-llama")
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("lengths", [(60, 5), (10, 90)], ids=["long prompts", "long completions"])
+def test_the_prediction_is_within_15_percent(wide_model: Path, way: str, lengths: tuple[int, int]) -> None:
+    trainer = Trainer(recipe_for(**WAYS[way]), wide_model)
+    prompt, answer = lengths
+    data = [
+        [
+            graded(completion(g, m, tuple(range(g, g + prompt)), tuple(range(3 + g, 3 + g + answer + m))), float(m % 2))
+            for m in range(4)
+        ]
+        for g in range(6)
+    ]
+    standing = [*trainer.policy.model.parameters(), *trainer.policy.model.buffers(), *trainer.policy.trained.parameters]
+    weights = sum(t.numel() * t.element_size() for t in {id(t): t for t in standing}.values())
+    with Allocations(standing) as allocations:
+        trainer.step(data, trainer.advantages(data), 1)
+        stats = trainer.step(data, trainer.advantages(data), 2)
+    assert stats.memory_predicted_mb * 2**20 - weights == pytest.approx(allocations.peak(), rel=0.15)
+
+
+def test_the_largest_budget_that_fits_is_found(wide_model: Path) -> None:
+    memory = Trainer(recipe_for(), wide_model).memory
+    free = 200 << 20
+    tokens = memory.fitting_tokens(free)
+    assert memory.peak_of(tokens, tokens) <= free < memory.peak_of(tokens + 1, tokens + 1)
+    assert memory.fitting_tokens(memory.weights + memory.moments) == 0
+
+
+def test_a_budget_that_cannot_fit_is_refused_with_one_that_does(wide_model: Path) -> None:
+    with pytest.raises(RunError, match=r"train\.token_budget = 100000000 needs .* GiB are free: lower it to \d+"):
+        Trainer(recipe_for(train={"token_budget": 100_000_000}), wide_model)
+
+
+def test_the_gauge_sees_what_comes_and_goes() -> None:
+    gauge = Gauge(torch.device("cpu"))
+    gauge.clear()
+    room = torch.ones(64 << 18)
+    del room
+    assert gauge.height_mb() == pytest.approx(64, abs=8)
+    gauge.clear()
+    assert gauge.height_mb() < 8
