@@ -1,14 +1,15 @@
 """How much memory an optimizer step takes, known before it runs.
 
-A layer is run forward and backward on fake tensors, which have shapes and no memory, while every allocation is
-noted. What it keeps and what it needs for a moment grow with the tokens alone, so two sizes give the lines that hold
-for any micro-batch.
+A layer is run forward and backward while every allocation is noted: on a CPU with fake tensors, which have shapes
+and no memory. What it keeps and what it needs for a moment grow with the tokens alone, so two sizes give the lines
+that hold for any micro-batch.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -30,7 +31,7 @@ CLEAR_REFS, STATUS, MEMINFO = Path("/proc/self/clear_refs"), Path("/proc/self/st
 MIN_BUDGET = 64
 """The smallest `train.token_budget` that a recipe takes."""
 PROBES = (256, 1024)
-"""Tokens of the two fake passes."""
+"""Tokens of the passes that are measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +112,7 @@ def _line(a: int, b: int) -> Line:
 def _layers(policy: Policy, tokens: int) -> tuple[int, int]:
     """Bytes that the whole model keeps, and the most that the backward of one of its layers adds for a moment.
 
-    Layers of one kind keep the same, so each kind is run once alone and once doubled: a fake tensor costs no memory,
-    but it does cost time.
+    Layers of one kind keep the same, so each kind is run once alone and once doubled: what is run costs time.
     """
     decoder = policy.model.model
     kinds: dict[str, list[nn.Module]] = {}
@@ -123,9 +123,9 @@ def _layers(policy: Policy, tokens: int) -> tuple[int, int]:
     try:
         for layers in kinds.values():
             decoder.layers = nn.ModuleList(layers[:1])
-            one, high = _fake_pass(policy, tokens)
+            one, high = _pass(policy, tokens)
             decoder.layers = nn.ModuleList([layers[0], layers[0]])
-            own = _fake_pass(policy, tokens)[0] - one
+            own = _pass(policy, tokens)[0] - one
             kept, around, moment = kept + own * len(layers), one - own, max(moment, high - one)
     finally:
         decoder.layers = whole
@@ -137,13 +137,15 @@ def _kind(layer: nn.Module) -> str:
     return str([(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in layer.named_parameters()])
 
 
-def _fake_pass(policy: Policy, tokens: int) -> tuple[int, int]:
+def _pass(policy: Policy, tokens: int) -> tuple[int, int]:
     """Bytes kept at the end of the forward, and the most there are until the backward's end, gradients left out."""
     layout = Layout((0, tokens), (-1,))
     layout.positions()  # cached for this layout: made before anything is fake
     ids = torch.zeros(tokens, dtype=torch.int64, device=policy.device)
     standing = [*policy.model.parameters(), *policy.model.buffers(), ids]
-    with FakeTensorMode(allow_non_fake_inputs=True), Allocations(standing) as allocations:
+    # CUDA kernels cannot be launched on fake tensors; there two layers of this many tokens are nothing.
+    mode = FakeTensorMode(allow_non_fake_inputs=True) if policy.device.type == "cpu" else nullcontext()
+    with mode, Allocations(standing) as allocations:
         state = policy.hidden(ids, layout)
         kept = allocations.live()
         inputs = [p for p in policy.model.parameters() if p.requires_grad]
@@ -211,12 +213,12 @@ def require_room(memory: StepMemory, token_budget: int, device: torch.device) ->
 
 
 class Gauge:
-    """What the memory in use of a device has grown by at its height: tensors on CUDA, resident size on a CPU."""
+    """The height of a device's memory in use: on CUDA of all tensors, on a CPU of the process beyond what it was."""
 
     def __init__(self, device: torch.device) -> None:
-        """Counts from now."""
+        """On a CPU, what the process holds now is not counted."""
         self._device = device
-        self._start = torch.cuda.memory_allocated(device) if device.type == "cuda" else _resident("VmRSS")
+        self._start = _resident("VmRSS") if device.type == "cpu" else 0
 
     def clear(self) -> None:
         """Forget the height so far."""
@@ -226,9 +228,9 @@ class Gauge:
             CLEAR_REFS.write_text("5")
 
     def height_mb(self) -> float:
-        """MiB above the start at the height since `clear`."""
+        """MiB at the height since `clear`."""
         if self._device.type == "cuda":
-            return (torch.cuda.max_memory_allocated(self._device) - self._start) / 2**20
+            return torch.cuda.max_memory_allocated(self._device) / 2**20
         return (_resident("VmHWM") - self._start) / 2**20
 
 

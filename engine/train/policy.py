@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from engine.recipe import Full, Lora
@@ -34,7 +34,7 @@ class Policy:
 
     def __init__(
         self,
-        model_dir: Path,
+        model: Path | PreTrainedModel,
         *,
         dtype: str,
         device: str,
@@ -43,12 +43,14 @@ class Policy:
         keep_base: bool = False,
         checkpointing: bool = False,
     ) -> None:
-        """keep_base: where the weights are trained, hold a copy of them for `base_model`.
+        """model: a folder in transformers' format, or a model made with `ATTENTION`. keep_base: where the weights are
+        trained, hold a copy of them for `base_model`.
 
         Raises LookupError for a LoRA target or a frozen parameter that the model does not have.
         """
         register_attention(ATTENTION)
-        self.model = _load(model_dir, dtype).to(device)
+        loaded: Any = _load(model, dtype) if isinstance(model, Path) else model
+        self.model = loaded.to(device)
         self.model.eval()
         self.device = torch.device(device)
         self.shares_prefixes = not self.model._is_stateful

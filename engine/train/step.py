@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedModel
 
 from engine.recipe import Recipe
 from engine.train.advantage import ADVANTAGES
@@ -49,12 +50,13 @@ class _Part:
 class Trainer:
     """The policy, its optimizer and the loss of a recipe."""
 
-    def __init__(self, recipe: Recipe, model_dir: Path) -> None:
+    def __init__(self, recipe: Recipe, model: Path | PreTrainedModel) -> None:
+        """model: see `Policy`. Raises RunError where a step cannot fit into memory, and what `Policy` raises."""
         self._gauge = Gauge(torch.device(recipe.train.device))
         how = recipe.full or recipe.lora
         assert how is not None  # a recipe has one of the two
         self.policy = Policy(
-            model_dir,
+            model,
             dtype=recipe.model.dtype,
             device=recipe.train.device,
             how=how,
