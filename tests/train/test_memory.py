@@ -74,8 +74,8 @@ def test_a_budget_that_cannot_fit_is_refused_with_one_that_does(wide_model: Path
 def test_the_gauge_sees_what_comes_and_goes() -> None:
     gauge = Gauge(torch.device("cpu"))
     gauge.clear()
-    room = torch.ones(64 << 18)
+    room = torch.ones(256 << 18)
     del room
-    assert gauge.height_mb() == pytest.approx(64, abs=8)
+    high = gauge.height_mb()
     gauge.clear()
-    assert gauge.height_mb() < 8
+    assert high - gauge.height_mb() == pytest.approx(256, abs=64)  # the kernel counts roughly
