@@ -67,6 +67,41 @@ def _effective(
     return torch.addmm(w, factor[1].to(dtype), factor[0].to(dtype), alpha=scale)
 
 
+class _InputGradient:
+    """dL/dx, summed over a group's linears, with room behind each row for g B.
+
+    g W' and g B read the same g, and B is a few more columns of the right side: one product instead of two saves
+    a pass over g, which is what the narrow one costs.
+    """
+
+    def __init__(self, x: torch.Tensor, rank: int, dtype: torch.dtype) -> None:
+        self.width = x.shape[1]
+        self._wide = torch.empty(x.shape[0], self.width + rank, dtype=dtype)
+        self.rows = self._wide[:, : self.width]
+        self._started = False
+
+    def add(self, g: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Add g W; the sum so far."""
+        torch.addmm(self.rows, g, weight, beta=int(self._started), out=self.rows)
+        self._started = True
+        return self.rows
+
+    def add_merged(
+        self, g: torch.Tensor, weight: torch.Tensor, factor: tuple[torch.Tensor, torch.Tensor], scale: float
+    ) -> torch.Tensor:
+        """Add g (W + scale B A); g B `[tokens, r]`, valid until the next call."""
+        (a, b), dtype = factor, self._wide.dtype
+        right = torch.empty(weight.shape[0], self.width + b.shape[1], dtype=dtype)
+        right[:, self.width :] = b
+        torch.addmm(weight.detach().to(dtype), b.to(dtype), a.to(dtype), alpha=scale, out=right[:, : self.width])
+        into = self._wide[:, : right.shape[1]]
+        if self._started:
+            into[:, self.width :].zero_()  # else nothing of `into` is read
+        torch.addmm(into, g, right, beta=int(self._started), out=into)
+        self._started = True
+        return into[:, self.width :]
+
+
 class _Linears(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -98,26 +133,28 @@ class _Linears(torch.autograd.Function):
         x, *flat = ctx.saved_tensors
         dtype, scale, tokens = cpu_compute_dtype(x.dtype), ctx.scale, x.shape[0]
         wide_x = x.to(dtype)
-        d_x = torch.empty(x.shape, dtype=dtype) if ctx.needs_input_grad[0] else None
         ranks = [a.shape[0] for a in flat[0::2]]
+        d_x = _InputGradient(x, max(ranks, default=0), dtype) if ctx.needs_input_grad[0] else None
         a_rows = _stack(flat[0::2], dtype) if flat else wide_x[:0]
         u, d_u = wide_x @ a_rows.T, torch.empty(tokens, sum(ranks), dtype=dtype)
         columns = iter(zip(u.split(ranks, 1), d_u.split(ranks, 1), a_rows.split(ranks), strict=True)) if flat else None
         d_bs: list[torch.Tensor] = []
         for i, (weight, pair) in enumerate(zip(ctx.weights, _paired(ctx.present, flat), strict=True)):
             g = upstream[i].to(dtype)
-            if d_x is not None:
-                w = _effective(weight, pair, scale, tokens, dtype)
-                torch.addmm(d_x, g, w, beta=0 if i == 0 else 1, out=d_x)
             if pair is None or columns is None:
+                if d_x is not None:
+                    d_x.add(g, weight.detach().to(dtype))
                 continue
             part, d_part, a = next(columns)
-            d_part.copy_(torch.mm(g, pair[1].to(dtype)).mul_(scale))
+            if d_x is not None and merges(tokens, weight, dtype):
+                torch.mul(d_x.add_merged(g, weight, pair, scale), scale, out=d_part)
+            else:
+                d_part.copy_(torch.mm(g, pair[1].to(dtype)).mul_(scale))
+                if d_x is not None:
+                    d_x.add(g, weight.detach().to(dtype)).addmm_(d_part, a)
             d_bs.append(torch.mm(g.T, part).mul_(scale).to(pair[1].dtype))
-            if d_x is not None and not merges(tokens, weight, dtype):
-                d_x.addmm_(d_part, a)
         grads: list[torch.Tensor | None] = []
         if flat:
             d_as = torch.mm(d_u.T, wide_x).split(ranks)
             grads = [t for i, d_b in enumerate(d_bs) for t in (d_as[i].to(flat[2 * i].dtype), d_b)]
-        return (None if d_x is None else d_x.to(x.dtype)), None, None, None, None, *grads
+        return (None if d_x is None else d_x.rows.to(x.dtype)), None, None, None, None, *grads
