@@ -37,9 +37,14 @@ class FullWeights:
         """The fp32 masters by parameter name."""
         return dict(self._masters)
 
-    def weights(self) -> dict[str, torch.Tensor]:
-        """What the model computes with, by parameter name; the live tensors, not copies."""
-        return {name: weight.detach() for name, weight in self._weights.items()}
+    @property
+    def scale(self) -> float:
+        """Nothing is scaled on its way to a sampler."""
+        return 1.0
+
+    def tensors(self) -> dict[str, tuple[torch.Tensor, ...]]:
+        """What a sampler needs: each weight as the model computes with it; the live tensors, not copies."""
+        return {name: (weight.detach(),) for name, weight in self._weights.items()}
 
     @torch.no_grad()
     def updated(self) -> None:

@@ -99,6 +99,10 @@ class Adapter:
         """(A, B) by module name; the live tensors, not copies."""
         return {name: (layer.lora_a.detach(), layer.lora_b.detach()) for name, layer in self.layers.items()}
 
+    def tensors(self) -> dict[str, tuple[torch.Tensor, ...]]:
+        """What a sampler needs: (A, B) by module name; the live tensors, not copies."""
+        return dict(self.factors())
+
     def updated(self) -> None:
         """After an optimizer step: nothing to do, the factors are their own masters."""
 
