@@ -16,12 +16,13 @@ from engine.recipe import Recipe
 from engine.record import Console, RunFolder
 from engine.record.export import export_adapter, export_model
 from engine.reward import Grader
-from engine.rollout import Sampler, render_prompts
+from engine.rollout import Samplers, render_prompts
 from engine.rollout.messages import Group, SamplerConfig, Sampling
 from engine.snapshot import Snapshot
-from engine.sync import Canary, SharedFactors
+from engine.sync import Canary, SharedTensors
 from engine.tasks import Curriculum, load_tasks
 from engine.train import Trainer
+from engine.train.policy import trained_names
 from engine.types import Graded, Sampled, StepStats, SuiteResult, Task
 
 CANARY_TOKENS = 32
@@ -40,12 +41,13 @@ class Parts:
         self.tasks = {task.id: task for tasks in (train, *self.suites.values()) for task in tasks}
         self.curriculum = Curriculum(train, recipe.run.seed)
         self.record = stack.enter_context(closing(RunFolder(folder, recipe, snapshot, {"train": train, **self.suites})))
-        self.sampler = stack.enter_context(
+        devices = recipe.rollout.devices
+        self.samplers = stack.enter_context(
             closing(
-                Sampler(
-                    _sampler_config(recipe, snapshot),
-                    threads=recipe.rollout.threads or cores,
-                    log=folder / "sampler.log",
+                Samplers(
+                    [_sampler_config(recipe, snapshot, device) for device in devices],
+                    threads=recipe.rollout.threads or max(1, cores // len(devices)),
+                    logs=[folder / f"sampler{f'-{i}' if len(devices) > 1 else ''}.log" for i in range(len(devices))],
                 )
             )
         )
@@ -61,13 +63,17 @@ class Parts:
             limit=recipe.rollout.max_prompt_tokens,
         )
         self.prompts = {task.id: ids for task, ids in zip(everything, prompts, strict=True)}
-        self.canary = Canary(self.prompts[train[0].id][-CANARY_TOKENS:], recipe.sync.tolerance)
-        adapter = self.trainer.policy.adapter
-        shapes = {name: (a.shape, b.shape) for name, (a, b) in adapter.factors().items()}
-        self.factors = stack.enter_context(closing(SharedFactors(shapes, adapter.scale)))
+        # One for each sampler: a canary remembers what it heard before.
+        ids = self.prompts[train[0].id][-CANARY_TOKENS:]
+        self.canaries = [Canary(ids, recipe.sync.tolerance) for _ in devices]
+        trained = self.trainer.policy.trained
+        shapes = {name: tuple(t.shape for t in tensors) for name, tensors in trained.tensors().items()}
+        self.sent = stack.enter_context(
+            closing(SharedTensors(shapes, trained.scale, recipe.model.dtype if recipe.full else "float32"))
+        )
         self._groups = 0
-        self.sampler.wait_ready()
-        self.sampler.bind(self.factors.address)
+        self.samplers.wait_ready()
+        self.samplers.bind(self.sent.address)
         self.sync(version=0, changed=False)
 
     def sample_step(self, step: int, seconds: dict[str, float]) -> Sampled:
@@ -98,7 +104,7 @@ class Parts:
             rollout.max_tokens, rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p, rollout.stop
         )
         with timed(seconds, "sample"):
-            self.sampler.submit(
+            self.samplers.submit(
                 [
                     Group(
                         group=first + index,
@@ -114,19 +120,30 @@ class Parts:
                 (completion.group - first, completion.member): self.grader.submit(
                     self.tasks[completion.task_id], completion
                 )
-                for completion in self.sampler.landed(len(tasks) * samples)
+                for completion in self.samplers.landed(len(tasks) * samples)
             }
         with timed(seconds, "grade"):  # what is left of it once the last answer has landed
             return [[futures[index, member].result() for member in range(samples)] for index in range(len(tasks))]
 
     def sync(self, *, version: int, changed: bool) -> float:
-        """Install the trainer's factors in the sampler and prove it; the canary's largest difference in nats."""
-        self.factors.write(self.trainer.policy.adapter.factors())
-        self.sampler.install(version)
-        ids = self.canary.token_ids
-        return self.canary.check(
-            self.trainer.policy.score(ids), self.sampler.score(ids), version=version, changed=changed
+        """Install what is trained in every sampler and prove it; the canaries' largest difference in nats."""
+        self.sent.write(self.trainer.policy.trained.tensors())
+        self.samplers.install(version)
+        ids = self.canaries[0].token_ids
+        trainer, heard = self.trainer.policy.score(ids), self.samplers.scores(ids)
+        return max(
+            canary.check(trainer, sampler, version=version, changed=changed)
+            for canary, sampler in zip(self.canaries, heard, strict=True)
         )
+
+    def counters(self) -> dict[str, float]:
+        """What went wrong and was mended so far, by metric name."""
+        samplers = self.samplers.stats()
+        return {
+            "perf/sampler_restarts": float(sum(s.restarts for s in samplers)),
+            "perf/resampled": float(sum(s.resampled for s in samplers)),
+            "perf/sandbox_retries": float(self.grader.infra_retries),
+        }
 
     def export(self, step: int) -> Path:
         """Write what was trained into the run's folder; where it went."""
@@ -147,18 +164,27 @@ class Parts:
         return results
 
 
-def _sampler_config(recipe: Recipe, snapshot: Snapshot) -> SamplerConfig:
-    rollout = recipe.rollout
+def _sampler_config(recipe: Recipe, snapshot: Snapshot, device: str) -> SamplerConfig:
+    rollout, lora = recipe.rollout, recipe.lora
+    adapter = lora if recipe.sync.install == "adapter" else None
     return SamplerConfig(
         model_dir=str(snapshot.folder),
         dtype=rollout.dtype,
-        device=rollout.devices[0],
+        device=device,
         max_model_len=rollout.max_prompt_tokens + rollout.max_tokens,
-        max_sequences=MAX_SEQUENCES if rollout.devices[0] == "cpu" else 4 * MAX_SEQUENCES,
+        max_sequences=MAX_SEQUENCES if device == "cpu" else 4 * MAX_SEQUENCES,
         kv_cache_mb=rollout.kv_cache_mb,
         gpu_memory_fraction=rollout.gpu_memory_fraction,
         seed=recipe.run.seed,
+        install=recipe.sync.install,
+        lora_rank=adapter.rank if adapter else 0,
+        lora_targets=_leaves(trained_names(snapshot.folder, adapter)) if adapter else (),
     )
+
+
+def _leaves(names: Sequence[str]) -> tuple[str, ...]:
+    """The last parts of layers' names, each once."""
+    return tuple(sorted({name.rpartition(".")[2] for name in names}))
 
 
 def _seed(*parts: object) -> int:

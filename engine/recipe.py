@@ -108,11 +108,9 @@ class Rollout(Section):
     gpu_memory_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.85
 
     @model_validator(mode="after")
-    def _one_sampler_in_step(self) -> Self:
+    def _in_step(self) -> Self:
         if self.max_lag > 0:
             raise ValueError(f"rollout.max_lag = {self.max_lag}: sampling does not overlap training yet; use 0")
-        if len(self.devices) > 1:
-            raise ValueError(f"rollout.devices = {list(self.devices)}: there is one sampler yet; name one device")
         return self
 
     @model_validator(mode="after")
@@ -241,8 +239,8 @@ class Train(Section):
 class Sync(Section):
     """`[sync]`: trainer to sampler."""
 
-    install: Literal["merged"] = "merged"
-    """How the factors are written: W0 + s B A, computed in fp32, over vLLM's fused weights."""
+    install: Literal["merged", "adapter"] = "merged"
+    """`merged`: W0 + s B A, computed in fp32, over vLLM's fused weights; `adapter`: the factors into its LoRA slot."""
     tolerance: Annotated[float, Field(gt=0)] = 1e-3
     """Largest difference of a canary token's log-prob between trainer and sampler, in nats."""
 
@@ -296,6 +294,14 @@ class Recipe(Section):
     def _not_both_ways(self) -> Self:
         if self.lora is not None and self.full is not None:
             raise ValueError("[lora] and [full] are both there: a run trains an adapter or the weights; drop one")
+        return self
+
+    @model_validator(mode="after")
+    def _weights_are_merged(self) -> Self:
+        if self.full is not None and self.sync.install != "merged":
+            raise ValueError(
+                f"sync.install = {self.sync.install!r} with [full]: whole weights have no adapter; use 'merged'"
+            )
         return self
 
     @model_validator(mode="after")

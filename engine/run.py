@@ -28,7 +28,7 @@ def run(recipe: Recipe, folder: Path, snapshot: Snapshot, cores: int) -> dict[st
                 stats = parts.train(sampled, step)
             with timed(seconds, "sync"):
                 canary = parts.sync(version=step, changed=not stats.skipped)
-            history.append(step_metrics(sampled, stats, seconds, canary))
+            history.append(step_metrics(sampled, stats, seconds, canary) | parts.counters())
             parts.record.metrics(step, history[-1])
             parts.record.rollouts(f"step-{step:06d}", sampled, parts.tasks)
             console.step(step, history[-1])

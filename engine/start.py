@@ -34,23 +34,27 @@ def start(recipe: Recipe, output: str | None) -> None:
     import torch  # from here on the run's own parts are needed, which take seconds to import
 
     from engine.run import run
-    from engine.train.policy import check_trained
+    from engine.train.policy import trained_names
     from engine.train.step import loss_spec
 
     try:
         loss_spec(recipe)
         how = recipe.full or recipe.lora
         assert how is not None  # a recipe has one of the two
-        trained = check_trained(snapshot.folder, how)
+        trained = trained_names(snapshot.folder, how)
     except (ValueError, LookupError) as error:
         raise InputError(str(error)) from None
     cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(recipe.train.threads or cores)
     create_folder(folder)
-    click.echo(f"ok   model: {snapshot.folder} (sha256 {snapshot.sha256[:12]}), {trained}")
+    click.echo(f"ok   model: {snapshot.folder} (sha256 {snapshot.sha256[:12]}), {_what(recipe, trained)}")
     click.echo(f"run  {folder}: loading vLLM and the trainer")
     summary = run(recipe, folder, snapshot, cores)
     for what in ("adapter", "model"):
         if what in summary:
             click.echo(f"{what + ':':8} {summary[what]}")
     click.echo(f"next:    rlvr show {folder}    or    tensorboard --logdir {folder / 'tensorboard'}")
+
+
+def _what(recipe: Recipe, trained: list[str]) -> str:
+    return f"LoRA on {len(trained)} layers" if recipe.lora else f"{len(trained)} weight tensors trained"

@@ -84,8 +84,8 @@ def trainer_logprobs(parts: Parts, completion: Completion) -> list[float]:
 def sampled(parts: Parts, seed: int) -> list[Completion]:
     task = parts.curriculum.tasks[0]
     sampling = Sampling(RECIPE.rollout.max_tokens, RECIPE.rollout.temperature)
-    parts.sampler.submit([Group(seed, task.id, parts.prompts[task.id], tuple(range(seed, seed + 4)), sampling)])
-    return sorted(parts.sampler.landed(4), key=lambda c: c.member)
+    parts.samplers.submit([Group(seed, task.id, parts.prompts[task.id], tuple(range(seed, seed + 4)), sampling)])
+    return sorted(parts.samplers.landed(4), key=lambda c: c.member)
 
 
 def mean_difference(parts: Parts, completions: list[Completion]) -> float:
@@ -137,11 +137,11 @@ def test_sampling_is_repeated_by_its_seeds_and_differs_between_members(parts: Pa
 
 
 def test_a_factor_that_vllm_has_no_place_for_fails_the_sync(parts: Parts) -> None:
-    address = dict(parts.factors.address)
+    address = dict(parts.sent.address)
     places = dict(address["places"])
     places["model.layers.0.self_attn.q_porj"] = places.pop("model.layers.0.self_attn.q_proj")
     with pytest.raises(RunError, match="q_porj"):
-        parts.sampler.bind({**address, "places": places})
+        parts.samplers.bind({**address, "places": places})
 
 
 def test_a_whole_run_writes_what_a_person_needs_and_its_seed_repeats_it(snapshot: Snapshot, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ step each compute the prompt again. So the first one goes ahead, and the others 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from engine.rollout.messages import Group
@@ -30,8 +31,12 @@ class Admission:
         return len(self._waiting)
 
     def add(self, group: Group) -> None:
-        """Queue every member of a group."""
-        self._waiting.extend((group, member) for member in range(len(group.seeds)))
+        """Queue every member of a group that is asked for."""
+        self._waiting.extend((group, member) for member in group.asked)
+
+    def drop(self, groups: Collection[int]) -> None:
+        """Forget the members of these groups that still wait."""
+        self._waiting = deque((group, member) for group, member in self._waiting if group.group not in groups)
 
     def forget(self) -> None:
         """The cache was dropped: nothing is computed any more."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,6 +21,14 @@ class SamplerConfig:
     kv_cache_mb: int
     gpu_memory_fraction: float
     seed: int
+    install: Literal["merged", "adapter"] = "merged"
+    """How the trainer's tensors are written; `adapter` starts vLLM with its LoRA layers."""
+    lora_rank: int = 0
+    """The adapter's rank, for `adapter`."""
+    lora_targets: tuple[str, ...] = ()
+    """For `adapter`: the last parts of the trained layers' names; vLLM's other layers stay plain and fast."""
+    tokenizer: bool = True
+    """False for a model folder without one: completions have no text and can't stop at a string."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +52,13 @@ class Group:
     prompt_ids: tuple[int, ...]
     seeds: tuple[int, ...]
     sampling: Sampling
+    members: tuple[int, ...] | None = None
+    """Indices of the seeds that are to be sampled; None is all of them."""
+
+    @property
+    def asked(self) -> Sequence[int]:
+        """The members that are to be sampled."""
+        return range(len(self.seeds)) if self.members is None else self.members
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,16 +77,23 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Bind:
-    """Where the factors will stand from now on: a description that `engine.sync` made."""
+    """Where the trainer's tensors stand from now on: a description that `engine.sync` made."""
 
     address: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Install:
-    """Take over the factors that stand in the shared memory now, as policy `version`."""
+    """Take over the tensors that stand in the shared memory now, as policy `version`, groups in the middle or not."""
 
     version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Drop what is left of these groups."""
+
+    groups: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +112,25 @@ class Landed:
 
 
 @dataclass(frozen=True, slots=True)
+class Beat:
+    """The sampler's heartbeat: sent between two engine steps while it is sampling, once a second, and when it is done.
+
+    It comes from the loop that drives vLLM, so that a vLLM that hangs has none.
+    """
+
+    submits: int
+    """Submit messages that it has seen."""
+    unfinished: int
+    """Completions that are still to land."""
+    tokens: int
+    """Sampled since it started."""
+    busy_seconds: float
+    """Spent in vLLM's steps since it started."""
+    memory_mb: float
+    """Resident memory of its process."""
+
+
+@dataclass(frozen=True, slots=True)
 class Scored:
     """The answer to `Score`."""
 
@@ -97,9 +139,9 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """The answer to `Bind`: every factor has its place in vLLM's model."""
+    """The answer to `Bind`: every tensor has its place in vLLM's model."""
 
-    modules: int
+    names: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +154,6 @@ class Installed:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The sampler can't go on; it exits after this."""
+    """The sampler can't go on; it exits after this, and its log has the traceback."""
 
     reason: str
-    traceback: str

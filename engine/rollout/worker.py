@@ -14,6 +14,8 @@ import traceback
 from multiprocessing.connection import Connection
 
 from engine.rollout.messages import (
+    Abort,
+    Beat,
     Bind,
     Bound,
     Failed,
@@ -27,6 +29,7 @@ from engine.rollout.messages import (
     Submit,
 )
 
+BEAT_SECONDS = 1.0
 _PR_SET_PDEATHSIG = 1
 
 
@@ -40,7 +43,8 @@ def main() -> None:
     except (EOFError, BrokenPipeError, ConnectionResetError):
         os._exit(0)  # the parent is gone, and the interpreter's way out through vLLM takes seconds
     except Exception as error:
-        connection.send(Failed(f"{type(error).__name__}: {error}", traceback.format_exc()))
+        traceback.print_exc()  # into the log that the trainer's error names
+        connection.send(Failed(f"{type(error).__name__}: {error}"))
         raise SystemExit(1) from error
 
 
@@ -51,11 +55,15 @@ def _serve(connection: Connection) -> None:
 
     engine = VllmEngine(config)
     connection.send(Ready(engine.version, time.perf_counter() - start))
+    submits, busy_seconds, last_beat = 0, 0.0, time.monotonic()
     while True:
-        while connection.poll(0 if engine.busy else None):
+        while connection.poll(0 if engine.unfinished else None):
             match connection.recv():
                 case Submit(groups):
+                    submits += 1
                     engine.submit(groups)
+                case Abort(numbers):
+                    engine.abort(numbers)
                 case Score(token_ids):
                     connection.send(Scored(engine.score(token_ids)))
                 case Bind(address):
@@ -64,8 +72,19 @@ def _serve(connection: Connection) -> None:
                     connection.send(Installed(version, engine.install(version)))
                 case other:
                     raise TypeError(f"the sampler does not know the message {other!r}")
-        for completion in engine.step():
+        start = time.perf_counter()
+        landed = engine.step()
+        busy_seconds += time.perf_counter() - start
+        for completion in landed:
             connection.send(Landed(completion))
+        if not engine.unfinished or time.monotonic() - last_beat > BEAT_SECONDS:
+            last_beat = time.monotonic()
+            connection.send(Beat(submits, engine.unfinished, engine.tokens, busy_seconds, _resident_mb()))
+
+
+def _resident_mb() -> float:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 if __name__ == "__main__":

@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from engine.sync.install import MergedInstall
-from engine.sync.transport import attach
-from engine.types import Factors
+import torch
+
+from engine.sync.adapter import activate
+from engine.sync.install import How, Install, bind_install
+from engine.sync.transport import Attached
 
 
 class WorkerExtension:
@@ -17,23 +19,31 @@ class WorkerExtension:
     """
 
     model_runner: Any  # vLLM's, from the worker that this is mixed into
+    device: torch.device  # likewise
     rlvr_model_dir: str
-    rlvr_factors: Factors
-    rlvr_scale: float
-    rlvr_installer: MergedInstall
+    rlvr_sent: Attached
+    rlvr_installer: Install
 
     def rlvr_open(self, model_dir: str) -> None:
-        """Say where the base model lies."""
+        """Say where the base model lies; where vLLM has LoRA layers, make our adapter known to it, empty."""
         self.rlvr_model_dir = model_dir
+        if hasattr(self.model_runner, "lora_manager"):
+            activate(self.model_runner.lora_manager)
 
-    def rlvr_bind(self, address: dict[str, Any]) -> int:
-        """Map the trainer's factors and find each one's place; the number of pairs. Raises where one has none."""
-        self.rlvr_factors, self.rlvr_scale = attach(address)
-        self.rlvr_installer = MergedInstall(self.model_runner.get_model(), self.rlvr_model_dir, list(self.rlvr_factors))
-        return len(self.rlvr_factors)
+    def rlvr_bind(self, address: dict[str, Any], how: How) -> int:
+        """Map the trainer's tensors and find each one's place; how many names. Raises where one has none."""
+        self.rlvr_sent = Attached(address, self.device)
+        self.rlvr_installer = bind_install(
+            how, self.model_runner, self.rlvr_model_dir, self.rlvr_sent.tensors, self.rlvr_sent.scale
+        )
+        return len(self.rlvr_sent.tensors)
 
-    def rlvr_install(self, version: int) -> dict[str, float]:
-        """Write the factors that stand in the shared memory into the model; seconds by phase."""
+    def rlvr_install(self) -> dict[str, float]:
+        """Write the tensors that stand in the shared memory into the model; seconds by phase."""
         start = time.perf_counter()
-        self.rlvr_installer.write(self.rlvr_factors, self.rlvr_scale)
-        return {"write": time.perf_counter() - start}
+        self.rlvr_sent.fetch()
+        fetched = time.perf_counter()
+        self.rlvr_installer.write()
+        if self.device.type != "cpu":
+            torch.cuda.synchronize(self.device)
+        return {"fetch": fetched - start, "write": time.perf_counter() - fetched}

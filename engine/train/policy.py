@@ -147,14 +147,15 @@ def _load(model_dir: Path, dtype: str) -> Any:
     )
 
 
-def check_trained(model_dir: Path, how: Lora | Full) -> str:
-    """What will be trained, in words, from the model's configuration alone; no weight is loaded.
+def trained_names(model_dir: Path, how: Lora | Full) -> list[str]:
+    """Layers that get LoRA, or parameters that are trained, from the model's configuration alone; no weight is loaded.
 
     Raises LookupError for a LoRA target or a frozen parameter that the model does not have.
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir, local_files_only=True))
-    names = [name for name, _ in model.named_parameters()]
     if isinstance(how, Lora):
-        return f"LoRA on {len(match_targets(model, how.targets))} layers"
-    return f"{len(names) - len(match_frozen(names, how.freeze))} of its {len(names)} weight tensors trained"
+        return match_targets(model, how.targets)
+    names = [name for name, _ in model.named_parameters()]
+    frozen = match_frozen(names, how.freeze)
+    return [name for name in names if name not in frozen]

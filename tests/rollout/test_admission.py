@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 from engine.rollout.admission import Admission
 from engine.rollout.messages import Group, Sampling
 
@@ -48,3 +50,11 @@ def test_after_forgetting_the_prompt_is_computed_again() -> None:
     admission.forget()
     admission.add(group(1, tuple(range(9)), size=2))
     assert waves(admission) == [[(1, 0)], [(1, 1)]]
+
+
+def test_only_the_members_that_are_asked_for_enter_and_a_dropped_group_does_not() -> None:
+    admission = Admission(block_size=32, step_tokens=100)
+    admission.add(replace(group(0, (1, 2, 3)), members=(1, 3)))
+    admission.add(group(1, (1, 2, 3)))
+    admission.drop([1])
+    assert waves(admission) == [[(0, 1), (0, 3)]]

@@ -12,7 +12,7 @@ from torch import nn
 from engine.recipe import Full, Lora
 from engine.recipe_file import RecipeError
 from engine.train.lora import add_lora
-from engine.train.policy import Policy, check_trained
+from engine.train.policy import Policy, trained_names
 from engine.train.step import Trainer
 from engine.types import Graded
 from kernels.layout import Layout
@@ -105,9 +105,9 @@ def test_frozen_weights_stay(tiny_model: Path) -> None:
     now = dict(trainer.policy.model.named_parameters())
     assert all(torch.equal(now[name], weight) for name, weight in frozen.items())
     with pytest.raises(LookupError, match="embed_tokns"):
-        check_trained(tiny_model, Full(freeze=("embed_tokns",)))
+        trained_names(tiny_model, Full(freeze=("embed_tokns",)))
     with pytest.raises(LookupError, match="every parameter is frozen"):
-        check_trained(tiny_model, Full(freeze=(".*",)))
+        trained_names(tiny_model, Full(freeze=(".*",)))
 
 
 def test_bf16_weights_follow_fp32_masters_that_see_every_micro_batch(tiny_model: Path) -> None:

@@ -1,0 +1,85 @@
+"""A sampler with a tiny random model, and how far its log-probs are from those of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from engine.rollout import Sampler
+from engine.sync import SharedTensors
+from engine.sync.transport import Tensors
+from engine.types import Completion
+from tests.rollout.tiny import SCALE, config, group, logprobs, make_model, merged
+
+CLOSE = 1e-4
+FAR = 0.1
+TEXT = tuple(range(3, 90))
+
+
+@dataclass(slots=True)
+class Bench:
+    """The sampler, its base model's folder, and memory that holds what was bound last."""
+
+    sampler: Sampler
+    folder: Path
+    memory: SharedTensors | None = None
+
+    def bind(self, tensors: Tensors) -> int:
+        if self.memory is not None:
+            self.memory.close()
+        self.memory = SharedTensors({name: tuple(t.shape for t in group) for name, group in tensors.items()}, SCALE)
+        return self.sampler.bind(self.memory.address)
+
+    def install(self, tensors: Tensors, version: int) -> dict[str, float]:
+        assert self.memory is not None
+        self.memory.write(tensors)
+        return self.sampler.install(version)
+
+    def gap(self, model: PreTrainedModel) -> float:
+        """Largest difference of a token's log-prob between the sampler and transformers, in nats."""
+        theirs = self.sampler.score(TEXT)
+        return max(abs(a - b) for a, b in zip(theirs, logprobs(model, TEXT), strict=True))
+
+
+@contextmanager
+def bench(folder: Path, *, tied: bool = True, **changes: object) -> Iterator[Bench]:
+    model = make_model(folder / "model", tied=tied)
+    opened = Bench(Sampler(config(model, **changes), threads=1, log=folder / "log"), model)
+    try:
+        opened.sampler.wait_ready()
+        yield opened
+    finally:
+        opened.sampler.close()
+        if opened.memory is not None:
+            opened.memory.close()
+
+
+def gaps(completion: Completion, model: PreTrainedModel, start: int, end: int) -> list[float]:
+    """Differences from a model of the completion's log-probs, tokens `start` to `end`."""
+    expected = logprobs(model, (*completion.prompt_ids, *completion.token_ids))[len(completion.prompt_ids) - 1 :]
+    return [abs(a - b) for a, b in zip(completion.logprobs[start:end], expected[start:end], strict=True)]
+
+
+def check_install_in_the_middle(bench: Bench, old: Tensors, new: Tensors) -> None:
+    """Tokens before the boundary are the old weights', tokens after it the new ones'; nothing stands still."""
+    bench.install(old, 5)
+    bench.sampler.submit([group(1, 4, tokens=400), group(2, 4, tokens=400), group(3, 1, tokens=30)])
+    [short] = bench.sampler.landed(1)  # so the others have some 30 tokens
+    assert (short.group, short.version, short.boundaries) == (3, 5, ())
+    bench.install(new, 6)
+    old_model, new_model = merged(bench.folder, old), merged(bench.folder, new)
+    assert bench.gap(new_model) < CLOSE  # the canary, with all the others in the middle
+    landed = list(bench.sampler.landed(8))
+    assert {(c.group, c.member) for c in landed} == {(g, m) for g in (1, 2) for m in range(4)}
+    for completion in landed:
+        assert completion.version == 5
+        [(boundary, version)] = completion.boundaries
+        assert version == 6
+        assert 0 < boundary < len(completion.token_ids) == 400
+        assert max(gaps(completion, old_model, 0, boundary)) < CLOSE
+        assert max(gaps(completion, new_model, boundary, 400)) < CLOSE
+        assert max(gaps(completion, old_model, boundary, 400)) > FAR
