@@ -296,7 +296,7 @@ def main() -> None:
     """Measure, print, and write the figures where asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="OUT")
-    parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds")
+    parser.add_argument("--rounds", type=int, default=15, help="interleaved rounds")
     parser.add_argument("--starved", type=int, default=5000, help="honest programs under load; 0 leaves them out")
     parser.add_argument("--soak", type=int, default=10000, help="programs in a row; 0 leaves them out")
     parser.add_argument("--child", help=argparse.SUPPRESS)

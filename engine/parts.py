@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from transformers import AutoTokenizer
 
 from engine.evaluate import suite_result
 from engine.fill import Round, fill_batch
+from engine.pipeline import Ahead, Finished, Pipeline
 from engine.recipe import Recipe
 from engine.record import Console, RunFolder
 from engine.record.export import export_adapter, export_model
@@ -23,7 +25,7 @@ from engine.sync import Canary, SharedTensors
 from engine.tasks import Curriculum, load_tasks
 from engine.train import Trainer
 from engine.train.policy import trained_names
-from engine.types import Graded, Sampled, StepStats, SuiteResult, Task
+from engine.types import Completion, Graded, Sampled, StepStats, SuiteResult, Task
 
 CANARY_TOKENS = 32
 MAX_SEQUENCES = 64
@@ -72,21 +74,38 @@ class Parts:
             closing(SharedTensors(shapes, trained.scale, recipe.model.dtype if recipe.full else "float32"))
         )
         self._groups = 0
+        self.pipeline = stack.enter_context(closing(Pipeline(self.samplers, self._grade)))
+        self.ahead = Ahead(
+            self._submit_ahead,
+            per_step=recipe.rollout.prompts_per_step,
+            steps=recipe.run.steps,
+            max_lag=recipe.rollout.max_lag,
+            extra=recipe.rollout.oversample,
+        )
+        self._looked, self._busy = time.monotonic(), 0.0
         self.samplers.wait_ready()
         self.samplers.bind(self.sent.address)
         self.sync(version=0, changed=False)
 
     def sample_step(self, step: int, seconds: dict[str, float]) -> Sampled:
         """The groups of a step; those without a signal are replaced as far as the recipe says."""
-        rollout = self.recipe.rollout
+        rollout, version = self.recipe.rollout, step - 1
 
         def sample(count: int, rounds: int) -> Round:
-            purpose = f"step-{step}-refill-{rounds}" if rounds else f"step-{step}"
-            tasks = self.curriculum.take(count)
-            groups = self.sample_and_grade(tasks, rollout.group_size, purpose, seconds)
+            if rollout.max_lag == 0:
+                purpose = f"step-{step}-refill-{rounds}" if rounds else f"step-{step}"
+                groups = self.sample_and_grade(self.curriculum.take(count), rollout.group_size, purpose, seconds)
+            else:
+                if rounds:
+                    self.ahead.discard(count)  # groups without a signal give up their places
+                start = time.monotonic()
+                groups = _noted(self.ahead.take(count, version), start, seconds)
             return groups, self.trainer.advantages(groups)
 
-        return fill_batch(sample, rollout.prompts_per_step, oversample=rollout.oversample, refill=rollout.refill)
+        wanted, extra = rollout.prompts_per_step, rollout.oversample
+        sampled = fill_batch(sample, wanted, version=version, oversample=extra, refill=rollout.refill)
+        self.ahead.discard(extra)
+        return sampled
 
     def train(self, sampled: Sampled, step: int) -> StepStats:
         """One step on the groups that make up the batch."""
@@ -97,33 +116,36 @@ class Parts:
         self, tasks: Sequence[Task], samples: int, purpose: str, seconds: dict[str, float]
     ) -> list[list[Graded]]:
         """`samples` answers to each task, graded as they land; one group a task, in the tasks' order."""
+        start = time.monotonic()
+        futures = self._submit(tasks, samples, purpose)
+        return _noted([future.result() for future in futures], start, seconds)
+
+    def _submit(self, tasks: Sequence[Task], samples: int, purpose: str) -> list[Future[Finished]]:
         rollout, seed = self.recipe.rollout, self.recipe.run.seed
         first = self._groups
         self._groups += len(tasks)
         sampling = Sampling(
             rollout.max_tokens, rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p, rollout.stop
         )
-        with timed(seconds, "sample"):
-            self.samplers.submit(
-                [
-                    Group(
-                        group=first + index,
-                        task_id=task.id,
-                        prompt_ids=self.prompts[task.id],
-                        seeds=tuple(_seed(seed, purpose, index, member) for member in range(samples)),
-                        sampling=sampling,
-                    )
-                    for index, task in enumerate(tasks)
-                ]
-            )
-            futures = {
-                (completion.group - first, completion.member): self.grader.submit(
-                    self.tasks[completion.task_id], completion
+        return self.pipeline.submit(
+            [
+                Group(
+                    group=first + index,
+                    task_id=task.id,
+                    prompt_ids=self.prompts[task.id],
+                    seeds=tuple(_seed(seed, purpose, index, member) for member in range(samples)),
+                    sampling=sampling,
                 )
-                for completion in self.samplers.landed(len(tasks) * samples)
-            }
-        with timed(seconds, "grade"):  # what is left of it once the last answer has landed
-            return [[futures[index, member].result() for member in range(samples)] for index in range(len(tasks))]
+                for index, task in enumerate(tasks)
+            ]
+        )
+
+    def _submit_ahead(self, count: int) -> list[Future[Finished]]:
+        purpose = f"ahead-{self._groups}"
+        return self._submit(self.curriculum.take(count), self.recipe.rollout.group_size, purpose)
+
+    def _grade(self, completion: Completion) -> Future[Graded]:
+        return self.grader.submit(self.tasks[completion.task_id], completion)
 
     def sync(self, *, version: int, changed: bool) -> float:
         """Install what is trained in every sampler and prove it; the canaries' largest difference in nats."""
@@ -137,9 +159,14 @@ class Parts:
         )
 
     def counters(self) -> dict[str, float]:
-        """What went wrong and was mended so far, by metric name."""
+        """What went wrong and was mended so far, and how idle the samplers were since the last call; by metric name."""
         samplers = self.samplers.stats()
+        now, busy = time.monotonic(), sum(s.busy_seconds for s in samplers)
+        idle = 1 - (busy - self._busy) / (now - self._looked) / len(samplers)
+        self._looked, self._busy = now, busy
         return {
+            "groups/too_old": float(self.ahead.too_old),
+            "perf/sampler_idle_share": idle,
             "perf/sampler_restarts": float(sum(s.restarts for s in samplers)),
             "perf/resampled": float(sum(s.resampled for s in samplers)),
             "perf/sandbox_retries": float(self.grader.infra_retries),
@@ -158,7 +185,7 @@ class Parts:
         for name, tasks in self.suites.items():
             groups = self.sample_and_grade(tasks, self.recipe.eval.samples, f"eval-{name}", {})
             advantages = self.trainer.advantages(groups)
-            self.record.rollouts(f"{name}-{when.replace(' ', '-')}", Sampled(groups, advantages, (), 1), self.tasks)
+            self.record.rollouts(f"{name}-{when.replace(' ', '-')}", Sampled(groups, advantages, (), 1, 0), self.tasks)
             results[name] = suite_result(name, tasks, [item for group in groups for item in group])
             console.suite(results[name], when)
         return results
@@ -190,6 +217,15 @@ def _leaves(names: Sequence[str]) -> tuple[str, ...]:
 def _seed(*parts: object) -> int:
     """A 32-bit seed that depends on every part and on nothing else."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=4).digest(), "little")
+
+
+def _noted(finished: Sequence[Finished], start: float, seconds: dict[str, float]) -> list[list[Graded]]:
+    """The groups; notes what was waited for since `start`: the last answer, and then the rest of the grading."""
+    now = time.monotonic()
+    landed = min(now, max(start, *(group.landed for group in finished)))
+    for phase, took in (("sample", landed - start), ("grade", now - landed)):
+        seconds[phase] = seconds.get(phase, 0.0) + took
+    return [group.members for group in finished]
 
 
 @contextmanager

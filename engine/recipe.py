@@ -103,15 +103,10 @@ class Rollout(Section):
     """Train although top_p, top_k or min_p make the sampler another distribution than the trainer's softmax."""
     stop: tuple[str, ...] = ()
     max_lag: Annotated[int, Field(ge=0, le=8)] = 0
-    """Policy versions that a trained token may be behind; 0 is on-policy."""
+    """Policy versions that a trained token may be behind. 0 is on-policy: sampler and trainer take turns, and the same
+    seed gives the same run. From 1 on the samplers go on while the trainer trains."""
     kv_cache_mb: Annotated[int, Field(ge=64)] = 512
     gpu_memory_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.85
-
-    @model_validator(mode="after")
-    def _in_step(self) -> Self:
-        if self.max_lag > 0:
-            raise ValueError(f"rollout.max_lag = {self.max_lag}: sampling does not overlap training yet; use 0")
-        return self
 
     @model_validator(mode="after")
     def _on_policy_sampling(self) -> Self:

@@ -36,6 +36,7 @@ def run(recipe: Recipe, folder: Path, snapshot: Snapshot, cores: int) -> dict[st
             check_gates(recipe.gate, history)
             if recipe.eval.every and step % recipe.eval.every == 0 and step < recipe.run.steps:
                 parts.evaluate(console, f"step {step}")
+        parts.pipeline.abort()  # what was sampled ahead and is not trained
         after = parts.evaluate(console, "after")
         exported = parts.export(step)
         gains = {

@@ -93,6 +93,8 @@ class Sampled:
     """Positions of the groups that make up the batch."""
     rounds: int
     """How many times prompts were sampled: more than once where groups without a signal were replaced."""
+    version: int
+    """Policy version that is trained on them."""
 
 
 @dataclass(frozen=True, slots=True)

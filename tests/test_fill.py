@@ -30,26 +30,26 @@ class Source:
 
 def test_without_either_everything_is_the_batch() -> None:
     source = Source([True, False])
-    sampled = fill_batch(source, 4)
+    sampled = fill_batch(source, 4, version=0)
     assert (source.asked, list(sampled.trained), sampled.rounds) == ([4], [0, 1, 2, 3], 1)
 
 
 def test_missing_groups_are_sampled_again_and_the_rest_is_left_out() -> None:
     source = Source([False, True, True, False])
-    sampled = fill_batch(source, 4, refill=3)
+    sampled = fill_batch(source, 4, version=0, refill=3)
     assert (source.asked, list(sampled.trained), sampled.rounds) == ([4, 2, 1], [1, 2, 5, 6], 3)
     assert len(sampled.groups) == len(sampled.advantages) == 7
 
 
 def test_a_full_batch_is_not_sampled_for_again() -> None:
     source = Source([True])
-    sampled = fill_batch(source, 3, oversample=2, refill=5)
+    sampled = fill_batch(source, 3, version=0, oversample=2, refill=5)
     assert (source.asked, list(sampled.trained)) == ([5], [0, 1, 2])
 
 
 def test_the_bound_ends_a_source_without_signal() -> None:
     source = Source([False])
-    sampled = fill_batch(source, 3, oversample=1, refill=2)
+    sampled = fill_batch(source, 3, version=0, oversample=1, refill=2)
     assert (source.asked, list(sampled.trained), sampled.rounds) == ([4, 4, 4], [], 3)
 
 
@@ -58,7 +58,7 @@ def test_the_batch_is_the_first_groups_with_a_signal(
     signals: list[bool], wanted: int, oversample: int, refill: int
 ) -> None:
     source = Source(signals)
-    sampled = fill_batch(source, wanted, oversample=oversample, refill=refill)
+    sampled = fill_batch(source, wanted, version=0, oversample=oversample, refill=refill)
     assert len(source.asked) == sampled.rounds <= refill + 1
     assert sum(source.asked) == len(sampled.groups)
     having = [i for i, row in enumerate(sampled.advantages) if any(row)]
@@ -71,6 +71,6 @@ def test_the_batch_is_the_first_groups_with_a_signal(
 
 @pytest.mark.parametrize("wanted", [1, 5])
 def test_a_group_belongs_to_one_round(wanted: int) -> None:
-    sampled = fill_batch(Source([False, True]), wanted, refill=4)
+    sampled = fill_batch(Source([False, True]), wanted, version=0, refill=4)
     numbers = [group[0].completion.group for group in sampled.groups]
     assert numbers == list(range(len(numbers)))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
-from engine.types import Sampled, StepStats
+from engine.types import Graded, Sampled, StepStats
 
 
 def step_metrics(
@@ -23,6 +24,7 @@ def step_metrics(
     rewards = [item.reward for item in judged if item.reward is not None]
     lengths = [len(item.completion.token_ids) for item in graded]
     mixed = sum(any(a != 0.0 for a in row) for row in sampled.advantages)
+    lags = [lag for i in sampled.trained for item in sampled.groups[i] for lag in _lags(item, sampled.version)]
     mean_reward = _mean(rewards)
     values = {
         "reward/mean": mean_reward,
@@ -33,6 +35,8 @@ def step_metrics(
         "groups/sampled": float(len(sampled.groups)),
         "groups/trained": float(len(sampled.trained)),
         "groups/rounds": float(sampled.rounds),
+        "lag/mean": _mean(lags),
+        "lag/max": float(max(lags, default=0)),
         "completions/mean_length": _mean(lengths),
         "completions/max_length": float(max(lengths)),
         "completions/truncated_share": _mean([float(item.completion.truncated) for item in graded]),
@@ -64,8 +68,17 @@ def step_metrics(
         values[f"reward/{name}"] = _mean([item.parts[name] for item in judged])
     for name, value in seconds.items():
         values[f"time/{name}"] = value
+    waited = seconds.get("sample", 0.0) + seconds.get("grade", 0.0)
+    values["perf/trainer_idle_share"] = waited / max(sum(seconds.values()), 1e-9)
     values["perf/tokens_per_second"] = sum(lengths) / max(sum(seconds.values()), 1e-9)
     return values
+
+
+def _lags(item: Graded, version: int) -> list[int]:
+    """How many versions old each token is when `version` is trained on it."""
+    completion = item.completion
+    starts = [(0, completion.version), *completion.boundaries, (len(completion.token_ids), 0)]
+    return [version - v for (at, v), (end, _) in pairwise(starts) for _ in range(at, end)]
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -139,6 +139,13 @@ class Samplers:
                     )
             yield completion
 
+    def poll(self) -> Completion | None:
+        """The next completion of any group, if one lands within half a second; sees to samplers that died or hang.
+
+        Raises SamplerError where a log-prob is no number and where a sampler can't be kept alive.
+        """
+        return self._look()
+
     def abort(self, groups: Sequence[int]) -> None:
         """Drop what is left of groups: none of it lands any more."""
         with self._lock:

@@ -33,7 +33,7 @@ GROUPS = [
     ],
     [graded(completion(1, 0, (1,), (2, 3)), 0.5), graded(completion(1, 1, (1,), (4,)), None)],
 ]
-SAMPLED = Sampled(GROUPS, [[0.5, -0.5], [0.0, 0.0]], (0,), 1)
+SAMPLED = Sampled(GROUPS, [[0.5, -0.5], [0.0, 0.0]], (0,), 1, 0)
 
 
 def test_a_run_folder_holds_what_it_was_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
