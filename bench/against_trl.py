@@ -32,9 +32,8 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
-from bench.kernels import Row, Target, resident  # noqa: E402
 from bench.peer_trl import Clock, Setting, grpo_trainer, missing  # noqa: E402
-from bench.report import Answer, in_a_process, print_rows, publish, rows_of, target  # noqa: E402
+from bench.report import Answer, Row, Target, in_a_process, print_rows, publish, resident, rows_of, target  # noqa: E402
 from engine.recipe import Recipe  # noqa: E402
 from engine.recipe_file import load  # noqa: E402
 from engine.reward import Grader  # noqa: E402

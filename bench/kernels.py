@@ -17,14 +17,10 @@ import ctypes
 import gc
 import importlib
 import json
-import os
-import platform
-import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from importlib import metadata
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +29,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
+from bench.report import Answer, Row, Target, in_a_process, publish, ratio, resident, target  # noqa: E402
 from kernels.attention import segment_attention  # noqa: E402
 from kernels.dispatch import cpu_has_fast_bf16  # noqa: E402
 from kernels.layout import Layout  # noqa: E402
@@ -78,14 +75,6 @@ def implementations(case: str) -> tuple[str, ...]:
     if case in HEADS:
         return (*HEADS[case].impls, "gemm")
     return ("ours", "peft", "frozen") if case in LINEARS else ("ours", "padded_sdpa", "dense_mask")
-
-
-def resident(field: str) -> float:
-    """MB from /proc/self/status: VmRSS or VmHWM."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field):
-            return int(line.split()[1]) / 1024
-    raise RuntimeError(f"/proc/self/status has no {field}")
 
 
 def measure(call: Callable[[], Any], repeats: int, warm: bool) -> dict[str, float]:
@@ -301,44 +290,6 @@ def child(case: str, impl: str) -> dict[str, float]:
     return run_linears(case, impl) if case in LINEARS else run_attention(case, impl)
 
 
-def spawn(case: str, impl: str, limit: float) -> dict[str, float] | str:
-    """A measurement in its own process, or why there is none."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "PYTHONWARNINGS": "ignore"}
-    command = [sys.executable, __file__, "--child", case, impl]
-    try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit)
-    except subprocess.TimeoutExpired:
-        return f"more than {limit:.0f} s"
-    if done.returncode:
-        return (done.stderr.strip().splitlines() or ["no message"])[-1][:90]
-    answer: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
-    return answer
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One line of the result."""
-
-    case: str
-    impl: str
-    metric: str
-    unit: str
-    min: float
-    median: float
-    max: float
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """A figure to reach."""
-
-    name: str
-    value: float
-    limit: float
-    better: str
-    ok: bool
-
-
 UNITS = {"cpu_s": "s", "wall_s": "s", "peak_mb": "MB", "error": "relative", "gflops": "GFLOP/s", "fraction": "of GEMM"}
 
 
@@ -346,13 +297,13 @@ def collect(cases: list[str], rounds: int, limit: float) -> list[Row]:
     """Run everything, interleaved, and print it as it comes."""
     rows: list[Row] = []
     for case in cases:
-        seen: dict[str, list[dict[str, float]]] = {}
+        seen: dict[str, list[Answer]] = {}
         failed: dict[str, str] = {}
         for _ in range(rounds):
             for impl in implementations(case):
                 if impl in failed:
                     continue
-                answer = spawn(case, impl, limit)
+                answer = in_a_process(Path(__file__), ("--child", case, impl), threads=1, limit=limit)
                 if isinstance(answer, str):
                     failed[impl] = answer
                 else:
@@ -390,44 +341,30 @@ def value(rows: list[Row], case: str, impl: str, metric: str) -> float | None:
 
 
 def targets(rows: list[Row]) -> list[Target]:
-    """The issue's figures, where both sides were measured."""
+    """The figures to reach, where both sides were measured."""
     made: list[Target] = []
 
     def add(name: str, got: float | None, limit: float, better: str) -> None:
-        if got is not None:
-            ok = got <= limit if better == "lower" else got >= limit
-            made.append(Target(name, round(got, 4), limit, better, ok))
+        made.extend(target(name, got, limit, better))
 
-    def ratio(case: str, impl: str, metric: str) -> float | None:
-        ours, other = value(rows, case, "ours", metric), value(rows, case, impl, metric)
-        return ours / other if ours is not None and other else None
+    def over(case: str, impl: str, metric: str) -> float | None:
+        return ratio(value(rows, case, "ours", metric), value(rows, case, impl, metric))
 
     for case in ("smollm2_head_fp32", "smollm2_head_bf16"):
         for impl in HEAD_PEERS[1:]:
-            add(f"{case}: time over {impl}", ratio(case, impl, "cpu_s"), 1.0, "lower")
-        add(f"{case}: memory over liger_grpo", ratio(case, "liger_grpo", "peak_mb"), 2.0, "lower")
+            add(f"{case}: time over {impl}", over(case, impl, "cpu_s"), 1.0, "lower")
+        add(f"{case}: memory over liger_grpo", over(case, "liger_grpo", "peak_mb"), 2.0, "lower")
     for case in ("qwen3_4b_head_fp32", "qwen3_4b_head_bf16"):
         add(f"{case}: fraction of the GEMM rate", value(rows, case, "ours", "fraction"), 0.9, "higher")
         for impl in ("cce_compile", "liger_grpo"):
-            add(f"{case}: time over {impl}", ratio(case, impl, "cpu_s"), 1.03, "lower")
+            add(f"{case}: time over {impl}", over(case, impl, "cpu_s"), 1.03, "lower")
     for case, limit in (("lora_qkv", 0.12), ("lora_gate_up", 0.09)):
-        over = ratio(case, "frozen", "cpu_s")
-        add(f"{case}: overhead over the frozen model", None if over is None else over - 1, limit, "lower")
+        more = over(case, "frozen", "cpu_s")
+        add(f"{case}: overhead over the frozen model", None if more is None else more - 1, limit, "lower")
     for case in ATTENTIONS:
         for impl in ("padded_sdpa", "dense_mask"):
-            add(f"{case}: time over {impl}", ratio(case, impl, "cpu_s"), 1.0, "lower")
+            add(f"{case}: time over {impl}", over(case, impl, "cpu_s"), 1.0, "lower")
     return made
-
-
-def versions() -> dict[str, str]:
-    """Of what was measured; a missing peer is missing."""
-    found = {}
-    for name in ("torch", "trl", "liger-kernel", "cut-cross-entropy"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = "missing"
-    return found
 
 
 def main() -> None:
@@ -443,25 +380,7 @@ def main() -> None:
         print(json.dumps(child(*arguments.child)))
         return
     rows = collect(arguments.only, arguments.rounds, arguments.limit)
-    reached = targets(rows)
-    print()
-    for t in reached:
-        print(f"{'ok  ' if t.ok else 'MISS'} {t.name}: {t.value} ({t.better} than {t.limit})")
-    if arguments.json:
-        machine = {
-            "processor": platform.processor() or platform.machine(),
-            "cpus": os.cpu_count(),
-            "capability": torch.backends.cpu.get_cpu_capability(),
-            "bf16_products": cpu_has_fast_bf16(),
-        }
-        result = {
-            "script": "bench/kernels.py",
-            "machine": machine,
-            "versions": versions(),
-            "rows": [asdict(r) for r in rows],
-            "targets": [asdict(t) for t in reached],
-        }
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    publish("bench/kernels.py", rows, targets(rows), (), arguments.json)
 
 
 if __name__ == "__main__":

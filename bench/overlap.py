@@ -26,8 +26,7 @@ from statistics import median
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from bench.kernels import Row  # noqa: E402
-from bench.report import print_rows, publish, target  # noqa: E402
+from bench.report import Row, print_rows, publish, target  # noqa: E402
 from engine import recipe_file  # noqa: E402
 from engine.pipeline import Ahead, Finished, Pipeline  # noqa: E402
 from engine.reward import Grader  # noqa: E402

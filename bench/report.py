@@ -1,4 +1,4 @@
-"""What the whole-step comparisons share: a measurement in a process of its own, its rows, and the result's file."""
+"""What the comparisons share: a measurement in a process of its own, its rows, its targets and the result's file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from statistics import median
@@ -16,11 +16,42 @@ from typing import Any
 
 import torch
 
-from bench.kernels import Row, Target
 from kernels.dispatch import cpu_has_fast_bf16
 
-PEERS = ("torch", "transformers", "trl", "peft", "liger-kernel")
+PEERS = ("torch", "transformers", "trl", "peft", "liger-kernel", "cut-cross-entropy")
 Answer = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the result."""
+
+    case: str
+    impl: str
+    metric: str
+    unit: str
+    min: float
+    median: float
+    max: float
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A figure to reach."""
+
+    name: str
+    value: float
+    limit: float
+    better: str
+    ok: bool
+
+
+def resident(field: str) -> float:
+    """MB from /proc/self/status: VmRSS or VmHWM."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field):
+            return int(line.split()[1]) / 1024
+    raise RuntimeError(f"/proc/self/status has no {field}")
 
 
 def in_a_process(script: Path, arguments: Sequence[str], *, threads: int, limit: float) -> Answer | str:

@@ -19,8 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from bench.kernels import Row, Target  # noqa: E402
-from bench.report import Answer, in_a_process, print_rows, publish, ratio, rows_of, target  # noqa: E402
+from bench.report import Answer, Row, Target, in_a_process, print_rows, publish, ratio, rows_of, target  # noqa: E402
 from engine.rollout.messages import Group, SamplerConfig, Sampling  # noqa: E402
 
 PROMPTS, MEMBERS = 8, 8

@@ -29,8 +29,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
-from bench.kernels import Row, Target  # noqa: E402
-from bench.report import Answer, in_a_process, least, print_rows, publish, ratio, rows_of, target  # noqa: E402
+from bench.report import Answer, Row, Target, in_a_process, least, print_rows, publish, ratio, rows_of, target  # noqa: E402
 
 RANK, SCALE = 16, 2.0
 LEAVES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -36,10 +36,9 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
-from bench.kernels import Row, Target, resident  # noqa: E402
 from bench.peer_trl import Clock, Setting, grpo_trainer, missing  # noqa: E402
 from bench.plain_gradient import Work, factor, flat, make_work, plain_gradient  # noqa: E402
-from bench.report import Answer, in_a_process, least, print_rows, publish, ratio, rows_of, target  # noqa: E402
+from bench.report import Answer, Row, Target, in_a_process, least, print_rows, publish, ratio, resident, rows_of, target  # noqa: E402
 from engine.recipe import Recipe  # noqa: E402
 from engine.recipe_file import load  # noqa: E402
 from engine.snapshot import resolve  # noqa: E402

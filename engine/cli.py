@@ -98,6 +98,85 @@ def sandbox_check() -> None:
     sys.exit(0 if all(ok for ok, _, _ in rows) else 1)
 
 
+@commands.group()
+def tasks() -> None:
+    """Task sets: look at them, keep those whose reference passes, split them."""
+
+
+@tasks.command("show")
+@click.argument("source")
+@click.option("--count", type=click.IntRange(min=0), default=1, show_default=True, help="Tasks printed in full.")
+def tasks_show(source: str, count: int) -> None:
+    """Print what SOURCE holds: counts, what was rejected and why, the first tasks."""
+    from engine.tasks.curate import show_lines
+
+    for line in show_lines(source, count):
+        click.echo(line)
+
+
+@tasks.command("gold")
+@click.argument("source")
+@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Where the kept tasks go, as JSON Lines.")
+@click.option("--jobs", type=click.IntRange(min=1), help="Programs judged at once; every core if left out.")
+@click.option("--cpu-seconds", type=click.FloatRange(min=0.1), default=2.0, show_default=True, help="For a case.")
+@click.option("--memory-mb", type=click.IntRange(min=64), default=256, show_default=True)
+@click.option("--numpy", is_flag=True, help="Programs may import NumPy.")
+def tasks_gold(
+    source: str, out: Path | None, jobs: int | None, cpu_seconds: float, memory_mb: int, numpy: bool
+) -> None:
+    """Run every reference of SOURCE twice in the jail; keep the tasks whose reference passes every case.
+
+    With --out a run that was interrupted goes on where it was.
+    """
+    from engine.tasks.curate import gold_file
+    from sandbox import Limits
+
+    def progress(done: int, of: int) -> None:
+        if sys.stderr.isatty() or done in (0, of) or done % 500 == 0:
+            end = "\r" if sys.stderr.isatty() and done < of else "\n"
+            click.echo(f"gold: {done} of {of} judged{end}", err=True, nl=False)
+
+    limits = Limits(cpu_seconds=cpu_seconds, memory_mb=memory_mb)
+    for line in gold_file(source, out, jobs=jobs, limits=limits, numpy=numpy, progress=progress).lines():
+        click.echo(line)
+
+
+@tasks.command("split")
+@click.argument("source", metavar="FILE")
+@click.option("--out", required=True, type=click.Path(path_type=Path, file_okay=False), help="Folder of the parts.")
+@click.option("--heldout", "parts", multiple=True, metavar="NAME=COUNT", help="A held-out part; may be repeated.")
+@click.option("--train", type=click.IntRange(min=1), help="At most so many; all that are left if left out.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option("--threshold", type=click.FloatRange(0, 1, min_open=True), default=0.7, show_default=True)
+@click.option("--against", multiple=True, metavar="SOURCE", help="A suite that nothing may share 8 words with.")
+@click.option("--tokenizer", type=click.Path(path_type=Path, exists=True, file_okay=False), help="A model's folder.")
+@click.option("--max-prompt-tokens", type=click.IntRange(min=1), help="Longer prompts go; needs --tokenizer.")
+@click.option("--raw", is_flag=True, help="Count the prompt's text, not what the chat template makes of it.")
+def tasks_split(
+    source: str, out: Path, parts: tuple[str, ...], train: int | None, seed: int, threshold: float,
+    against: tuple[str, ...], tokenizer: Path | None, max_prompt_tokens: int | None, raw: bool,
+) -> None:  # fmt: skip
+    """Split FILE, or any source, into held-out parts and a training part without near-duplicates of them."""
+    from engine.tasks.curate import heldout_sizes, split_file
+    from engine.tasks.filters import token_counter
+
+    if (tokenizer is None) != (max_prompt_tokens is None):
+        raise click.UsageError("--tokenizer and --max-prompt-tokens go together")
+    lines = split_file(
+        source,
+        out,
+        heldout_sizes(parts),
+        train=train,
+        seed=seed,
+        threshold=threshold,
+        against=against,
+        count_tokens=token_counter(tokenizer, chat=not raw) if tokenizer is not None else None,
+        max_tokens=max_prompt_tokens or 0,
+    )
+    for line in lines:
+        click.echo(line)
+
+
 def main() -> None:
     """Run a command; failures on purpose become one message and an exit code, 2 for bad input, 1 for a failed run."""
     try:

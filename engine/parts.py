@@ -11,6 +11,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
+from engine.errors import InputError
 from engine.evaluate import suite_result
 from engine.fill import Round, fill_batch
 from engine.pipeline import Ahead, Finished, Pipeline
@@ -40,7 +41,7 @@ class Parts:
         self.snapshot = snapshot
         train = load_tasks(recipe.tasks.train)
         self.suites = {name: load_tasks(source) for name, source in recipe.tasks.heldout.items()}
-        self.tasks = {task.id: task for tasks in (train, *self.suites.values()) for task in tasks}
+        self.tasks = _by_id([train, *self.suites.values()])
         self.curriculum = Curriculum(train, recipe.run.seed)
         self.record = stack.enter_context(closing(RunFolder(folder, recipe, snapshot, {"train": train, **self.suites})))
         devices = recipe.rollout.devices
@@ -189,6 +190,15 @@ class Parts:
             results[name] = suite_result(name, tasks, [item for group in groups for item in group])
             console.suite(results[name], when)
         return results
+
+
+def _by_id(sets: Sequence[Sequence[Task]]) -> dict[str, Task]:
+    """Every task by its id. Raises InputError where two sets have different tasks under one."""
+    found: dict[str, Task] = {}
+    for task in (task for tasks in sets for task in tasks):
+        if found.setdefault(task.id, task) != task:
+            raise InputError(f"task {task.id} stands in two sets with different tests or prompts; give them other ids")
+    return found
 
 
 def _sampler_config(recipe: Recipe, snapshot: Snapshot, device: str) -> SamplerConfig:

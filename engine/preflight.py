@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.errors import InputError
-from engine.recipe import Recipe
+from engine.recipe import Recipe, Sandbox
 from engine.snapshot import cached_folder
 
 VLLM_VERSION = "0.32.0"
@@ -39,7 +39,7 @@ def preflight(recipe: Recipe | None) -> Iterator[Check]:
     """Every check, each as it is done; with a recipe, also what this recipe asks for."""
     yield _python()
     yield from _packages()
-    yield from _sandbox(recipe.sandbox.require if recipe else ())
+    yield from _sandbox(recipe.sandbox if recipe else Sandbox(require=()))
     yield _memory()
     yield _disk()
     if recipe:
@@ -89,21 +89,21 @@ def _packages() -> Iterator[Check]:
     yield Check("package name kernels", clash is None, fix if clash else "ours")
 
 
-def _sandbox(required: tuple[str, ...]) -> Iterator[Check]:
+def _sandbox(wanted: Sandbox) -> Iterator[Check]:
     from sandbox import SandboxError, selftest
 
     try:
-        table = selftest()
+        table = selftest(wanted.python, numpy=wanted.numpy)
     except SandboxError as error:
         yield Check("sandbox", False, str(error))
         return
     known = [row.name for row in table.rows]
-    for name in required:
+    for name in wanted.require:
         if name not in known:
             fix = f"sandbox.require: {name!r} is no protection; known: {', '.join(known)}"
             yield Check("sandbox", False, fix)
     for row in table.rows:
-        missing = not row.ok and row.name in required
+        missing = not row.ok and row.name in wanted.require
         yield Check(f"sandbox {row.name}", not missing, row.detail if row.ok else f"missing: {row.detail}")
 
 

@@ -68,7 +68,7 @@ class Tasks(Section):
     """`[tasks]`: what is learnt."""
 
     train: str
-    """`generated:<split>` for the built-in programs."""
+    """A source, as engine/tasks/sources.py lists them; several are joined by " + "."""
     heldout: dict[str, str] = Field(default_factory=dict)
     """Named suites that are never trained on, evaluated apart; the first one is the headline."""
     prompt: Literal["raw", "chat"] = "raw"
@@ -130,6 +130,10 @@ class Sandbox(Section):
 
     workers: Annotated[int, Field(ge=0)] = 0
     """Programs judged at once; 0 takes every core the process may use."""
+    python: str = "/usr/bin/python3"
+    """The interpreter that programs run under; the uid of the jails must be able to read it."""
+    numpy: bool = False
+    """Whether programs may import NumPy."""
     cpu_seconds: Annotated[float, Field(gt=0)] = 2.0
     """CPU time of one case."""
     program_cpu_seconds: Annotated[float, Field(gt=0)] = 60.0

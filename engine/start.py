@@ -11,13 +11,15 @@ from engine.preflight import require
 from engine.recipe import Recipe
 from engine.record.folder import choose_folder, create_folder
 from engine.snapshot import check_source, resolve
-from engine.tasks import load_tasks
+from engine.tasks import load_tasks, to_download
 
 
 def check(recipe: Recipe) -> None:
     """Look at recipe and machine without loading a model; prints each check. Raises InputError."""
     check_source(recipe.model.source, recipe.model.sha256)
     for source in (recipe.tasks.train, *recipe.tasks.heldout.values()):
+        for what in to_download(source):
+            click.echo(f"     will fetch {what}")
         load_tasks(source)
     for done in require(recipe):
         click.echo(f"ok   {done.name}: {done.detail}")

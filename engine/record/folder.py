@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import importlib.metadata
 import json
 import os
 import platform
 import subprocess
 from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -146,10 +148,23 @@ def _manifest(recipe: Recipe, snapshot: Snapshot, data: Mapping[str, Sequence[Ta
 
 
 def _hash_tasks(tasks: Sequence[Task]) -> str:
-    import hashlib
+    lines = "\n".join(_text((task.id, task.prompt, task.tests)) for task in tasks)
+    return hashlib.sha256(lines.encode("ascii")).hexdigest()
 
-    text = "\n".join(f"{task.id}\t{task.prompt}\t{task.tests}" for task in tasks)
-    return hashlib.sha256(text.encode()).hexdigest()
+
+def _text(value: Any) -> str:
+    """ASCII that is the same for equal values in every process: integers of any length, sets in order."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return hex(value)  # decimal digits are limited, and quadratic
+    if is_dataclass(value):
+        return _text([type(value).__name__, *(getattr(value, field.name) for field in fields(value))])
+    if isinstance(value, Mapping):
+        return f"{{{','.join(sorted(f'{_text(k)}:{_text(v)}' for k, v in value.items()))}}}"
+    if isinstance(value, set | frozenset):
+        return f"<{','.join(sorted(map(_text, value)))}>"
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(_text, value))}]"
+    return ascii(value)
 
 
 def _versions() -> dict[str, str]:

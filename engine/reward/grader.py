@@ -30,7 +30,12 @@ class Grader:
             processes=sandbox.processes,
             tmp_mb=sandbox.tmp_mb,
         )
-        self._pool = Pool(sandbox.workers or len(os.sched_getaffinity(0)), require=sandbox.require)
+        self._pool = Pool(
+            sandbox.workers or len(os.sched_getaffinity(0)),
+            python=sandbox.python,
+            numpy=sandbox.numpy,
+            require=sandbox.require,
+        )
         self._grading: set[asyncio.Task[Graded]] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="grader", daemon=True)
