@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import subprocess
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from datetime import UTC, datetime
@@ -73,6 +74,7 @@ class RunFolder:
         (folder / "manifest.json").write_text(json.dumps(_manifest(recipe, snapshot, data), indent=2) + "\n")
         self._metrics = (folder / "metrics.jsonl").open("a")
         self._board: Any = SummaryWriter(str(folder / "tensorboard"))
+        threading.excepthook = _say_once
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         """A line of metrics.jsonl and the same scalars for TensorBoard."""
@@ -106,6 +108,13 @@ class RunFolder:
         """Flush and close the files."""
         self._metrics.close()
         self._board.close()
+
+
+def _say_once(failure: threading.ExceptHookArgs) -> None:
+    """TensorBoard's thread raises what a full disk told it again at the next flush; its own traceback says no more."""
+    if isinstance(failure.exc_value, OSError) and type(failure.thread).__module__.startswith("tensorboard"):
+        return
+    threading.__excepthook__(failure)
 
 
 def _rollout(graded: Graded, advantage: float, task: Task) -> dict[str, Any]:
