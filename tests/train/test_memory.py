@@ -13,6 +13,7 @@ from engine.train.step import Trainer
 from tests.conftest import completion, graded
 from tests.train.test_step import recipe_for
 
+pytestmark = pytest.mark.slow
 WAYS: dict[str, dict[str, object]] = {
     "lora": {},
     "checkpointing": {"train": {"checkpointing": True, "token_budget": 4096}},

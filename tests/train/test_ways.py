@@ -19,6 +19,7 @@ from kernels.layout import Layout
 from tests.conftest import completion, graded
 from tests.train.test_step import MIXED, gradients, groups, perturbed, recipe_for
 
+pytestmark = pytest.mark.slow
 FULL = {"lora": None, "full": {}}
 
 
