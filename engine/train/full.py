@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
 import torch
 from torch import nn
+
+from engine.train.lora import full_match
 
 
 class FullWeights:
@@ -91,17 +92,10 @@ def match_frozen(names: Sequence[str], freeze: Sequence[str]) -> set[str]:
     """
     found: set[str] = set()
     for pattern in freeze:
-        hits = [n for n in names if n == pattern or n.startswith(f"{pattern}.") or _full_match(pattern, n)]
+        hits = [n for n in names if n == pattern or n.startswith(f"{pattern}.") or full_match(pattern, n)]
         if not hits:
             raise LookupError(f"full.freeze: {pattern!r} matches no parameter of the model, such as {names[0]}")
         found.update(hits)
     if len(found) == len(names):
         raise LookupError(f"full.freeze = {list(freeze)}: every parameter is frozen, nothing would be trained")
     return found
-
-
-def _full_match(pattern: str, name: str) -> bool:
-    try:
-        return re.fullmatch(pattern, name) is not None
-    except re.error:
-        return False  # a plain name that is no expression; what matches nothing is reported by the caller

@@ -157,7 +157,7 @@ def match_targets(model: nn.Module, targets: Sequence[str]) -> list[str]:
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     matched: set[str] = set()
     for target in targets:
-        hits = [n for n in linear if n == target or n.endswith(f".{target}") or _full_match(target, n)]
+        hits = [n for n in linear if n == target or n.endswith(f".{target}") or full_match(target, n)]
         if not hits:
             leaves = sorted({n.rpartition(".")[2] for n in linear})
             near = difflib.get_close_matches(target, leaves, n=1, cutoff=0.0)
@@ -167,7 +167,8 @@ def match_targets(model: nn.Module, targets: Sequence[str]) -> list[str]:
     return [name for name in linear if name in matched]
 
 
-def _full_match(pattern: str, name: str) -> bool:
+def full_match(pattern: str, name: str) -> bool:
+    """Whether the whole name matches; a pattern that is no expression matches nothing."""
     try:
         return re.fullmatch(pattern, name) is not None
     except re.error:
