@@ -97,6 +97,7 @@ def measure(case: str, checkpointing: bool, device: str, small: bool) -> dict[st
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config(small), dtype=torch.bfloat16, attn_implementation=ATTENTION)
     trainer = Trainer(recipe(device, checkpointing), model)
+    trainer.require_room()
     data = sampled(case, model.config.vocab_size)
     advantages = [[1.0 if item.reward else -1.0 for item in group] for group in data]
     seconds = []

@@ -56,6 +56,7 @@ class Parts:
         )
         self.grader = stack.enter_context(closing(Grader(recipe.sandbox, recipe.reward)))
         self.trainer = Trainer(recipe, snapshot.folder)
+        self.trainer.require_room()
         tokenizer = AutoTokenizer.from_pretrained(snapshot.folder, local_files_only=True)
         everything = list(self.tasks.values())
         prompts = render_prompts(

@@ -39,12 +39,12 @@ def preflight(recipe: Recipe | None) -> Iterator[Check]:
     """Every check, each as it is done; with a recipe, also what this recipe asks for."""
     yield _python()
     yield from _packages()
-    yield from _sandbox(recipe.sandbox if recipe else Sandbox(require=()))
-    yield _memory()
-    yield _disk()
     if recipe:
         yield _devices(recipe)
         yield _model(recipe)
+    yield _memory()
+    yield _disk()
+    yield from _sandbox(recipe.sandbox if recipe else Sandbox(require=()))  # the slowest
 
 
 def require(recipe: Recipe) -> list[Check]:

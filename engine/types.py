@@ -146,7 +146,7 @@ class StepStats:
     non_finite: int
     """Updates whose gradient was no number; they changed nothing."""
     memory_predicted_mb: float
-    """What weights and step were to take on the trainer's device, MiB."""
+    """What weights and step were to take on the trainer's device, MiB; 0 where `Trainer.require_room` did not look."""
     memory_peak_mb: float
     """What they took at their height: tensors on CUDA, on a CPU the process's growth since before the weights."""
 

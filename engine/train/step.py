@@ -16,7 +16,7 @@ from engine.recipe import Recipe
 from engine.train.advantage import ADVANTAGES
 from engine.train.layout import Trained, pack
 from engine.train.loss import Rows, loss_of_rows, row_weights, tokens_of
-from engine.train.memory import Gauge, measure, require_room
+from engine.train.memory import Gauge, StepMemory, measure, require_room
 from engine.train.objective import AGGREGATES, CORRECTIONS, KLS, OBJECTIVES, SEQUENCE_LEVEL, LossSpec, k3
 from engine.train.policy import Policy
 from engine.types import Batch, Graded, StepStats
@@ -51,7 +51,7 @@ class Trainer:
     """The policy, its optimizer and the loss of a recipe."""
 
     def __init__(self, recipe: Recipe, model: Path | PreTrainedModel) -> None:
-        """model: see `Policy`. Raises RunError where a step cannot fit into memory, and what `Policy` raises."""
+        """model: see `Policy`, also for what is raised."""
         self._gauge = Gauge(torch.device(recipe.train.device))
         how = recipe.full or recipe.lora
         assert how is not None  # a recipe has one of the two
@@ -64,8 +64,7 @@ class Trainer:
             keep_base=recipe.loss.kl > 0,
             checkpointing=recipe.train.checkpointing,
         )
-        self.memory = measure(self.policy)
-        require_room(self.memory, recipe.train.token_budget, self.policy.device)
+        self.memory: StepMemory | None = None
         self._spec = loss_spec(recipe)
         self._recipe = recipe
         self._optimizer = torch.optim.AdamW(
@@ -77,6 +76,15 @@ class Trainer:
             fused=True,
         )
         self._non_finite = 0
+
+    def require_room(self) -> StepMemory:
+        """Measure what a step takes, which each step's statistics say from then on; some seconds for a large model.
+
+        Raises RunError where a full micro-batch will not fit into the memory that is free.
+        """
+        self.memory = measure(self.policy)
+        require_room(self.memory, self._recipe.train.token_budget, self.policy.device)
+        return self.memory
 
     def advantages(self, groups: Sequence[Sequence[Graded]]) -> list[list[float]]:
         """Advantage of each completion, group by group; INFRA counts for nothing and gets 0."""
@@ -99,7 +107,7 @@ class Trainer:
             updates = [replace(u, old=tuple(self._logprobs(batch) for batch in u.batches)) for u in updates]
         self._gauge.clear()
         done = [self._update(update) for update in updates]
-        predicted = max(self.memory.peak(update.batches) for update in updates)
+        predicted = max(self.memory.peak(update.batches) for update in updates) if self.memory else 0
         return self._stats(updates, done, lr, predicted_mb=predicted / 2**20, peak_mb=self._gauge.height_mb())
 
     def _parts(self, groups: Sequence[Sequence[Graded]], advantages: Sequence[Sequence[float]]) -> list[list[Trained]]:

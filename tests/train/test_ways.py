@@ -164,7 +164,7 @@ def test_checkpointing_changes_memory_and_not_a_bit_of_the_gradient(tiny_model: 
     less = Trainer(recipe_for(**ways, train={"checkpointing": True}), tiny_model)
     data = groups(MIXED)
     assert torch.equal(gradients_of(plain, data), gradients_of(less, data))
-    assert less.memory.kept.slope < 0.5 * plain.memory.kept.slope
+    assert less.require_room().kept.slope < 0.5 * plain.require_room().kept.slope
 
 
 def test_a_recurrent_model_is_trained_on_whole_sequences(hybrid_model: Path) -> None:
