@@ -90,18 +90,17 @@ def _packages() -> Iterator[Check]:
 
 
 def _sandbox(wanted: Sandbox) -> Iterator[Check]:
-    from sandbox import SandboxError, selftest
+    from sandbox import PROTECTIONS, SandboxError, selftest
 
+    for name in wanted.require:
+        if name not in PROTECTIONS:
+            fix = f"sandbox.require: {name!r} is no protection; known: {', '.join(PROTECTIONS)}"
+            yield Check("sandbox", False, fix)
     try:
         table = selftest(wanted.python, numpy=wanted.numpy)
     except SandboxError as error:
         yield Check("sandbox", False, str(error))
         return
-    known = [row.name for row in table.rows]
-    for name in wanted.require:
-        if name not in known:
-            fix = f"sandbox.require: {name!r} is no protection; known: {', '.join(known)}"
-            yield Check("sandbox", False, fix)
     for row in table.rows:
         missing = not row.ok and row.name in wanted.require
         yield Check(f"sandbox {row.name}", not missing, row.detail if row.ok else f"missing: {row.detail}")

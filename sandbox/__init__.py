@@ -2,7 +2,7 @@
 
 from sandbox.jail import find_nsjail
 from sandbox.pool import Pool
-from sandbox.selftest import selftest
+from sandbox.selftest import PROTECTIONS, selftest
 from sandbox.types import (
     AssertTests,
     CallCase,
@@ -19,6 +19,7 @@ from sandbox.types import (
 )
 
 __all__ = [
+    "PROTECTIONS",
     "AssertTests",
     "CallCase",
     "CallTests",
