@@ -122,7 +122,7 @@ def completion(task_id: str, ids: Sequence[int], text: str, recipe: Recipe) -> C
 def check_prompts(tasks: Sequence[Task], tokenizer: Any, recipe: Recipe) -> None:
     """Raise RuntimeError unless TRL's tokens of every prompt are ours."""
     limit = recipe.rollout.max_prompt_tokens
-    ours = render_prompts(tasks, tokenizer, style=recipe.tasks.prompt, template={}, limit=limit)
+    ours = [prompt.ids for prompt in render_prompts(tasks, tokenizer, recipe.tasks, limit)]
     theirs = tokenizer(text=[str(task.prompt) for task in tasks])["input_ids"]
     if [list(ids) for ids in ours] != theirs:
         raise RuntimeError("the two sides' prompts have different tokens")

@@ -42,7 +42,8 @@ def quickstart() -> tuple[Path, list[tuple[int, ...]]]:
     model = resolve(recipe.model.source, recipe.model.sha256).folder
     tasks = load_tasks(recipe.tasks.train)[:PROMPTS]
     tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
-    return model, render_prompts(tasks, tokenizer, style="raw", template={}, limit=recipe.rollout.max_prompt_tokens)
+    prompts = render_prompts(tasks, tokenizer, recipe.tasks, recipe.rollout.max_prompt_tokens)
+    return model, [prompt.ids for prompt in prompts]
 
 
 def groups(prompts: list[tuple[int, ...]], tokens: int, number: int) -> list[Group]:

@@ -27,7 +27,9 @@ def commands() -> None:
 @click.option("--set", "overrides", multiple=True, metavar="a.b=value", help="Override a key; may be repeated.")
 @click.option("--max-steps", type=click.IntRange(min=1), help="Train this many steps instead of run.steps.")
 @click.option("--output", metavar="DIR", help="The run's folder; it must be new or empty.")
-@click.option("--dry-run", is_flag=True, help="Check everything, print the resolved recipe and stop.")
+@click.option(
+    "--dry-run", is_flag=True, help="Print what the run would be: memory, tokens, downloads, the resolved recipe."
+)
 def run(
     recipe_path: Path, overrides: tuple[str, ...], max_steps: int | None, output: str | None, dry_run: bool
 ) -> None:
@@ -35,14 +37,26 @@ def run(
     if max_steps is not None:
         overrides = (*overrides, f"run.steps={max_steps}")
     recipe = recipe_file.load(recipe_path, overrides)
-    from engine.start import check, start
+    from engine.start import start
 
     if dry_run:
-        check(recipe)
-        click.echo(recipe_file.dump(recipe))
+        from engine.dry_run import lines
+
+        for line in lines(recipe):
+            click.echo(line)
         return
     signal.signal(signal.SIGTERM, _terminate)
     start(recipe, output)
+
+
+@commands.command()
+@click.argument("first", metavar="RECIPE", type=click.Path(path_type=Path))
+@click.argument("second", metavar="RECIPE", type=click.Path(path_type=Path))
+def diff(first: Path, second: Path) -> None:
+    """Print the keys at which two recipes differ, a line each; a run's folder stands for its recipe."""
+    a, b = (recipe_file.load(path / "recipe.toml" if path.is_dir() else path) for path in (first, second))
+    for key, one, other in recipe_file.differences(a, b):
+        click.echo(f"{key}: {one!r} -> {other!r}")
 
 
 @commands.command()

@@ -59,16 +59,10 @@ class Parts:
         self.trainer.require_room()
         tokenizer = AutoTokenizer.from_pretrained(snapshot.folder, local_files_only=True)
         everything = list(self.tasks.values())
-        prompts = render_prompts(
-            everything,
-            tokenizer,
-            style=recipe.tasks.prompt,
-            template=recipe.tasks.chat_template,
-            limit=recipe.rollout.max_prompt_tokens,
-        )
-        self.prompts = {task.id: ids for task, ids in zip(everything, prompts, strict=True)}
+        prompts = render_prompts(everything, tokenizer, recipe.tasks, recipe.rollout.max_prompt_tokens)
+        self.prompts = {task.id: prompt for task, prompt in zip(everything, prompts, strict=True)}
         # One for each sampler: a canary remembers what it heard before.
-        ids = self.prompts[train[0].id][-CANARY_TOKENS:]
+        ids = self.prompts[train[0].id].ids[-CANARY_TOKENS:]
         self.canaries = [Canary(ids, recipe.sync.tolerance) for _ in devices]
         trained = self.trainer.policy.trained
         shapes = {name: tuple(t.shape for t in tensors) for name, tensors in trained.tensors().items()}
@@ -134,7 +128,7 @@ class Parts:
                 Group(
                     group=first + index,
                     task_id=task.id,
-                    prompt_ids=self.prompts[task.id],
+                    prompt_ids=self.prompts[task.id].ids,
                     seeds=tuple(_seed(seed, purpose, index, member) for member in range(samples)),
                     sampling=sampling,
                 )
@@ -147,7 +141,8 @@ class Parts:
         return self._submit(self.curriculum.take(count), self.recipe.rollout.group_size, purpose)
 
     def _grade(self, completion: Completion) -> Future[Graded]:
-        return self.grader.submit(self.tasks[completion.task_id], completion)
+        task = completion.task_id
+        return self.grader.submit(self.tasks[task], completion, self.prompts[task].opening)
 
     def sync(self, *, version: int, changed: bool) -> float:
         """Install what is trained in every sampler and prove it; the canaries' largest difference in nats."""

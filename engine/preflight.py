@@ -57,6 +57,13 @@ def require(recipe: Recipe) -> list[Check]:
     return done
 
 
+def require_devices(recipe: Recipe) -> None:
+    """Raise PreflightError where this machine lacks a device of the recipe."""
+    check = _devices(recipe)
+    if not check.ok:
+        raise PreflightError(f"{check.name}: {check.detail}")
+
+
 def gpu_count() -> int:
     """NVIDIA GPUs that this process may use, without loading torch."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

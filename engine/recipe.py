@@ -75,6 +75,19 @@ class Tasks(Section):
     """`raw`: the task's text is the prompt; `chat`: it is rendered with the model's chat template."""
     chat_template: dict[str, Any] = Field(default_factory=dict)
     """Arguments for the chat template, such as `enable_thinking = false`."""
+    system: str = ""
+    """`chat`: a system message before the messages of every task."""
+    suffix: str = ""
+    """`chat`: added to the last user message as it stands, such as "\\n\\n/no_think"."""
+    prefill: str = ""
+    """`chat`: the beginning of every answer, which the model goes on from; it is graded as part of the answer."""
+
+    @model_validator(mode="after")
+    def _chat_only(self) -> Self:
+        for key in ("system", "suffix", "prefill", "chat_template"):
+            if self.prompt == "raw" and getattr(self, key):
+                raise ValueError(f'tasks.{key} is for chat prompts: set tasks.prompt = "chat", or leave it out')
+        return self
 
 
 class Rollout(Section):
@@ -163,6 +176,8 @@ class Reward(Section):
     """Share of the cases that pass; needs every case to be run."""
     format: Annotated[float, Field(ge=0)] = 0.0
     """A program could be extracted and compiles."""
+    require_thought: bool = False
+    """An answer without a closed `</think>` before its program has no program: for models that are to think."""
 
     @model_validator(mode="after")
     def _something(self) -> Self:

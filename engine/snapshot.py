@@ -63,6 +63,31 @@ def cached_folder(source: str) -> Path | None:
     return Path(source) if Path(source).is_dir() else None
 
 
+def config_folder(source: str) -> Path:
+    """A folder that holds at least the model's config.json, which alone is fetched where the model is not here.
+
+    Raises SnapshotError where it can't be had without the whole model.
+    """
+    if folder := cached_folder(source):
+        return folder
+    match = _HUB.fullmatch(source)
+    if not match:
+        raise SnapshotError(f"model.source = {source!r} is not in the cache, and its package has no config.json alone")
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(match[1], "config.json", revision=match[2])).parent
+    except Exception as error:  # as in _from_hub
+        reason = str(error).splitlines()[0]
+        raise SnapshotError(f"the config.json of {source} could not be fetched from the hub: {reason}") from error
+
+
+def movable(source: str) -> bool:
+    """Whether a hub source names a branch or a tag, which may be another model tomorrow."""
+    match = _HUB.fullmatch(source)
+    return match is not None and not re.fullmatch(r"[0-9a-f]{40}", match[2])
+
+
 def resolve(source: str, sha256: str = "") -> Snapshot:
     """The snapshot of `source`, downloaded and converted once if need be.
 

@@ -7,7 +7,7 @@ import os
 import click
 
 from engine.errors import InputError
-from engine.preflight import require
+from engine.preflight import require, require_devices
 from engine.recipe import Recipe
 from engine.record.folder import choose_folder, create_folder
 from engine.snapshot import check_source, resolve
@@ -17,6 +17,7 @@ from engine.tasks import load_tasks, to_download
 def check(recipe: Recipe) -> None:
     """Look at recipe and machine without loading a model; prints each check. Raises InputError."""
     check_source(recipe.model.source, recipe.model.sha256)
+    require_devices(recipe)
     for source in (recipe.tasks.train, *recipe.tasks.heldout.values()):
         for what in to_download(source):
             click.echo(f"     will fetch {what}")

@@ -1,7 +1,7 @@
 """What flows between the rooms of the trainer, all of it on one page.
 
-Plain frozen dataclasses: tasks makes `Task`, rollout `Completion`, reward `Graded`, train `Batch` and `StepStats`,
-evaluate `SuiteResult` and `Gain`.
+Plain frozen dataclasses: tasks makes `Task`, rollout `Prompt` and `Completion`, reward `Graded`, train `Batch` and
+`StepStats`, evaluate `SuiteResult` and `Gain`.
 `Verdict` and the test types are the sandbox's.
 """
 
@@ -41,6 +41,16 @@ class Task:
     source: str = ""
     limits: Limits | None = None
     """The task's own limits; None takes the recipe's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What the model reads of a task."""
+
+    ids: tuple[int, ...]
+    opening: str = ""
+    """The beginning of the answer that stands at the prompt's end, such as `<think>` or a prefill. It is graded with
+    what is sampled."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,7 +84,7 @@ def trainer_logprobs(parts: Parts, completion: Completion) -> list[float]:
 def sampled(parts: Parts, seed: int) -> list[Completion]:
     task = parts.curriculum.tasks[0]
     sampling = Sampling(RECIPE.rollout.max_tokens, RECIPE.rollout.temperature)
-    parts.samplers.submit([Group(seed, task.id, parts.prompts[task.id], tuple(range(seed, seed + 4)), sampling)])
+    parts.samplers.submit([Group(seed, task.id, parts.prompts[task.id].ids, tuple(range(seed, seed + 4)), sampling)])
     return sorted(parts.samplers.landed(4), key=lambda c: c.member)
 
 

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 
 from engine import recipe as recipes
 from engine.reward.extract import extract_program
-from engine.reward.parts import reward_of
+from engine.reward.parts import REWARD_PARTS, reward_of
 from engine.types import Completion, Graded, Task
 from sandbox import Limits, Pool, Verdict
 
@@ -20,7 +20,8 @@ class Grader:
     """Starts the pool at once and raises what its self-test raises; `close` ends every jail."""
 
     def __init__(self, sandbox: recipes.Sandbox, reward: recipes.Reward) -> None:
-        self._weights = reward.model_dump()
+        self._weights = {name: getattr(reward, name) for name in REWARD_PARTS}
+        self._thought = reward.require_thought
         self._stop_at_first_failure = reward.share == 0
         self._limits = Limits(
             cpu_seconds=sandbox.cpu_seconds,
@@ -46,9 +47,12 @@ class Grader:
             self._stop_loop()
             raise
 
-    def submit(self, task: Task, completion: Completion) -> Future[Graded]:
-        """Grade in the background. The future raises SandboxError where the machine can't run jails."""
-        return asyncio.run_coroutine_threadsafe(self._tracked(task, completion), self._loop)
+    def submit(self, task: Task, completion: Completion, opening: str = "") -> Future[Graded]:
+        """Grade in the background; opening: the answer's beginning, which the prompt already holds.
+
+        The future raises SandboxError where the machine can't run jails.
+        """
+        return asyncio.run_coroutine_threadsafe(self._tracked(task, completion, opening), self._loop)
 
     @property
     def infra_retries(self) -> int:
@@ -70,16 +74,16 @@ class Grader:
         await asyncio.gather(*self._grading, return_exceptions=True)
         await self._pool.__aexit__(None, None, None)
 
-    async def _tracked(self, task: Task, completion: Completion) -> Graded:
-        work = asyncio.ensure_future(self._grade(task, completion))
+    async def _tracked(self, task: Task, completion: Completion, opening: str) -> Graded:
+        work = asyncio.ensure_future(self._grade(task, completion, opening))
         self._grading.add(work)
         work.add_done_callback(self._grading.discard)
         return await work
 
-    async def _grade(self, task: Task, completion: Completion) -> Graded:
-        program = program_of(task, completion.text)
+    async def _grade(self, task: Task, completion: Completion, opening: str) -> Graded:
+        program, reason = program_of(task, opening + completion.text, thinking=self._thought)
         if program is None:
-            verdict = Verdict("NO_CODE", 0, 1, detail="no program in the answer")
+            verdict = Verdict("NO_CODE", 0, 1, detail=reason)
         else:
             verdict = await self._pool.grade(
                 program,
@@ -96,8 +100,12 @@ class Grader:
         self._loop.close()
 
 
-def program_of(task: Task, text: str) -> str | None:
-    """The program that an answer is: what the task's starter begins, or the answer's last code block."""
+def program_of(task: Task, text: str, *, thinking: bool = False) -> tuple[str | None, str]:
+    """The program of an answer and where it was found: what the task's starter begins, or the last code block.
+
+    thinking: what stands before a closed `</think>`, or all if there is none, is no answer.
+    """
     if task.starter:
-        return f"{task.starter}{text}\n"
-    return extract_program(text).program
+        return f"{task.starter}{text}\n", "the starter and the answer"
+    found = extract_program(text, thinking=thinking)
+    return found.program, found.reason

@@ -17,13 +17,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.errors import RunError
-from engine.train.policy import Policy
+from engine.recipe import Full, Lora
+from engine.train.policy import ATTENTION, DTYPES, Policy
 from engine.types import Batch
+from kernels.attention import register_attention
 from kernels.layout import Layout
 from kernels.lm_head import workspace_bytes
 
@@ -104,6 +107,21 @@ def measure(policy: Policy) -> StepMemory:
     )
 
 
+def planned(model_dir: Path, *, dtype: str, how: Lora | Full, checkpointing: bool) -> StepMemory:
+    """What a step of the model in a folder would take, from its configuration alone: no weight is loaded or made.
+
+    The layers are those of a CPU's kernels. Raises what `Policy` raises.
+    """
+    register_attention(ATTENTION)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model: Any = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(model_dir, local_files_only=True),
+            dtype=DTYPES[dtype],
+            attn_implementation=ATTENTION,
+        )
+        return measure(Policy(model, dtype=dtype, device="cpu", how=how, seed=0, checkpointing=checkpointing))
+
+
 def _line(a: int, b: int) -> Line:
     slope = (b - a) / (PROBES[1] - PROBES[0])
     return Line(a - slope * PROBES[0], slope)
@@ -144,7 +162,8 @@ def _pass(policy: Policy, tokens: int) -> tuple[int, int]:
     ids = torch.zeros(tokens, dtype=torch.int64, device=policy.device)
     standing = [*policy.model.parameters(), *policy.model.buffers(), ids]
     # CUDA kernels cannot be launched on fake tensors; there two layers of this many tokens are nothing.
-    mode = FakeTensorMode(allow_non_fake_inputs=True) if policy.device.type == "cpu" else nullcontext()
+    real = policy.device.type != "cpu" or isinstance(policy.head, FakeTensor)
+    mode = nullcontext() if real else FakeTensorMode(allow_non_fake_inputs=True)
     with mode, Allocations(standing) as allocations:
         state = policy.hidden(ids, layout)
         kept = allocations.live()

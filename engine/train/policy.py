@@ -50,7 +50,7 @@ class Policy:
         """
         register_attention(ATTENTION)
         loaded: Any = _load(model, dtype) if isinstance(model, Path) else model
-        self.model = loaded.to(device)
+        self.model = loaded if loaded.device == torch.device(device) else loaded.to(device)
         self.model.eval()
         self.device = torch.device(device)
         self.shares_prefixes = not self.model._is_stateful

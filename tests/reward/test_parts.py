@@ -32,6 +32,22 @@ def test_infra_is_no_reward() -> None:
 
 
 def test_the_starter_begins_the_program_and_fences_hold_it_otherwise() -> None:
-    assert program_of(Task("t", "p", StdinTests(()), starter="print("), "1)") == "print(1)\n"
-    assert program_of(Task("t", "p", StdinTests(())), "Here:\n```python\nprint(1)\n```\n") == "print(1)\n"
-    assert program_of(Task("t", "p", StdinTests(())), "print(1), I think") is None
+    assert program_of(Task("t", "p", StdinTests(()), starter="print("), "1)")[0] == "print(1)\n"
+    assert program_of(Task("t", "p", StdinTests(())), "Here:\n```python\nprint(1)\n```\n")[0] == "print(1)\n"
+    assert program_of(Task("t", "p", StdinTests(())), "print(1), I think") == (None, "no code block in the answer")
+
+
+@pytest.mark.parametrize(
+    ("opening", "text", "thinking", "found"),
+    [
+        ("<think>\n", "easy\n</think>\n```python\nprint(1)\n```", True, "print(1)\n"),
+        ("<think>\n", "```python\nprint(1)\n```", False, None),  # it never stopped thinking
+        ("<think>\n\n</think>\n\n", "```python\nprint(1)\n```", True, "print(1)\n"),
+        ("", "```python\nprint(1)\n```", True, None),  # it was to think and did not
+        ("Here it is:\n```python\n", "print(1)\n```\n", False, "print(1)\n"),
+    ],
+)
+def test_what_the_prompt_opened_belongs_to_the_answer(
+    opening: str, text: str, thinking: bool, found: str | None
+) -> None:
+    assert program_of(Task("t", "p", StdinTests(())), opening + text, thinking=thinking)[0] == found
