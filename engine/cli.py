@@ -112,6 +112,54 @@ def sandbox_check() -> None:
     sys.exit(0 if all(ok for ok, _, _ in rows) else 1)
 
 
+@commands.command("eval")
+@click.argument("subject", metavar="MODEL-OR-RUN")
+@click.option("--suite", "suites", multiple=True, metavar="NAME", help="A held-out suite of the recipe, or a source.")
+@click.option("--samples", type=click.IntRange(min=1), help="Answers to each problem; eval.samples if left out.")
+@click.option("--greedy", is_flag=True, help="One answer of temperature 0 to each problem.")
+@click.option("--step", type=click.IntRange(min=1), help="A checkpoint of the run instead of its end.")
+@click.option("--base", is_flag=True, help="The run's base model, under the run's settings: a baseline.")
+@click.option("--recipe", "recipe_path", type=click.Path(path_type=Path), help="Settings for what is no run.")
+@click.option("--set", "overrides", multiple=True, metavar="a.b=value", help="Override a key; may be repeated.")
+@click.option("--sha256", default="", help="Of a pypi source's wheel.")
+@click.option("--baseline", type=click.Path(path_type=Path, file_okay=False), help="An evaluation to compare with.")
+@click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="The result's folder.")
+def evaluate(
+    subject: str, suites: tuple[str, ...], samples: int | None, greedy: bool, step: int | None, base: bool,
+    recipe_path: Path | None, overrides: tuple[str, ...], sha256: str, baseline: Path | None, out: Path | None,
+) -> None:  # fmt: skip
+    """Sample MODEL-OR-RUN with vLLM, judge in the jails, report; goes on where an earlier call was interrupted.
+
+    MODEL-OR-RUN: a run's folder, an adapter's folder, or a model as recipes name it.
+    """
+    from engine.evaluation import run_evaluation
+    from engine.subject import find_subject
+
+    if greedy and samples not in (None, 1):
+        raise click.UsageError("--greedy gives one answer to each problem: leave --samples out")
+    signal.signal(signal.SIGTERM, _terminate)
+    found = find_subject(subject, recipe=recipe_path, overrides=overrides, step=step, base=base, sha256=sha256)
+    run_evaluation(found, suites, samples=samples, greedy=greedy, baseline=baseline, out=out)
+
+
+@commands.command()
+@click.argument("folders", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--max-drop", type=click.FloatRange(min=0), metavar="POINTS", help="Exit 1 if a suite drops by more.")
+def compare(folders: tuple[Path, ...], max_drop: float | None) -> None:
+    """One table over FOLDERS: evaluations against the first of them, runs against their own beginning."""
+    from engine.evaluate.compare import compare as rows_of
+    from engine.evaluate.compare import dropped, table
+
+    rows = rows_of(folders)
+    for line in table(rows):
+        click.echo(line)
+    lost = dropped(rows, max_drop / 100) if max_drop is not None else []
+    for row in lost:
+        said = f"{row.name} drops by {-100 * row.gain.mean:.1f} points on {row.suite}"
+        click.echo(f"{said}, {max_drop:g} are allowed", err=True)
+    sys.exit(1 if lost else 0)
+
+
 @commands.group()
 def tasks() -> None:
     """Task sets: look at them, keep those whose reference passes, split them."""

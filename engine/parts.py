@@ -12,7 +12,7 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 from engine.errors import InputError
-from engine.evaluate import suite_result
+from engine.evaluate import answer_of, suite_result
 from engine.fill import Round, fill_batch
 from engine.pipeline import Ahead, Finished, Pipeline
 from engine.recipe import Recipe
@@ -48,7 +48,7 @@ class Parts:
         self.samplers = stack.enter_context(
             closing(
                 Samplers(
-                    [_sampler_config(recipe, snapshot, device) for device in devices],
+                    [sampler_config(recipe, snapshot, device) for device in devices],
                     threads=recipe.rollout.threads or max(1, cores // len(devices)),
                     logs=[folder / f"sampler{f'-{i}' if len(devices) > 1 else ''}.log" for i in range(len(devices))],
                 )
@@ -129,7 +129,7 @@ class Parts:
                     group=first + index,
                     task_id=task.id,
                     prompt_ids=self.prompts[task.id].ids,
-                    seeds=tuple(_seed(seed, purpose, index, member) for member in range(samples)),
+                    seeds=tuple(seed_of(seed, purpose, index, member) for member in range(samples)),
                     sampling=sampling,
                 )
                 for index, task in enumerate(tasks)
@@ -183,7 +183,7 @@ class Parts:
             groups = self.sample_and_grade(tasks, self.recipe.eval.samples, f"eval-{name}", {})
             advantages = self.trainer.advantages(groups)
             self.record.rollouts(f"{name}-{when.replace(' ', '-')}", Sampled(groups, advantages, (), 1, 0), self.tasks)
-            results[name] = suite_result(name, tasks, [item for group in groups for item in group])
+            results[name] = suite_result(name, tasks, [answer_of(item) for group in groups for item in group])
             console.suite(results[name], when)
         return results
 
@@ -197,7 +197,8 @@ def _by_id(sets: Sequence[Sequence[Task]]) -> dict[str, Task]:
     return found
 
 
-def _sampler_config(recipe: Recipe, snapshot: Snapshot, device: str) -> SamplerConfig:
+def sampler_config(recipe: Recipe, snapshot: Snapshot, device: str) -> SamplerConfig:
+    """What a sampler on `device` needs for the recipe."""
     rollout, lora = recipe.rollout, recipe.lora
     adapter = lora if recipe.sync.install == "adapter" else None
     return SamplerConfig(
@@ -220,7 +221,7 @@ def _leaves(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(sorted({name.rpartition(".")[2] for name in names}))
 
 
-def _seed(*parts: object) -> int:
+def seed_of(*parts: object) -> int:
     """A 32-bit seed that depends on every part and on nothing else."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=4).digest(), "little")
 

@@ -57,9 +57,9 @@ def require(recipe: Recipe) -> list[Check]:
     return done
 
 
-def require_devices(recipe: Recipe) -> None:
-    """Raise PreflightError where this machine lacks a device of the recipe."""
-    check = _devices(recipe)
+def require_devices(recipe: Recipe, *, for_training: bool = True) -> None:
+    """Raise PreflightError where this machine lacks a device of the recipe, the trainer's or the samplers' alone."""
+    check = _devices(recipe, for_training=for_training)
     if not check.ok:
         raise PreflightError(f"{check.name}: {check.detail}")
 
@@ -130,8 +130,9 @@ def _disk() -> Check:
     return Check("disk", free >= DISK_GIB, what if free >= DISK_GIB else f"{what}, needs {DISK_GIB:.0f}: free some")
 
 
-def _devices(recipe: Recipe) -> Check:
-    wanted = {device for device in (*recipe.rollout.devices, recipe.train.device) if device != "cpu"}
+def _devices(recipe: Recipe, *, for_training: bool = True) -> Check:
+    devices = (*recipe.rollout.devices, *([recipe.train.device] if for_training else []))
+    wanted = {device for device in devices if device != "cpu"}
     there = gpu_count()
     if not wanted:
         return Check("devices", True, f"cpu, {len(os.sched_getaffinity(0))} cores")

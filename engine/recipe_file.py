@@ -33,6 +33,14 @@ def load(path: str | Path, overrides: tuple[str, ...] = ()) -> Recipe:
     return parse(table)
 
 
+def override(recipe: Recipe, overrides: tuple[str, ...]) -> Recipe:
+    """A recipe with `section.key=value` overrides applied, checked again. Raises RecipeError as `load` does."""
+    table = recipe.model_dump(exclude_none=True)
+    for text in overrides:
+        _override(table, text)
+    return parse(table)
+
+
 def parse(table: dict[str, Any]) -> Recipe:
     """Check a recipe given as nested dicts, as `tomllib` makes them."""
     try:

@@ -1,7 +1,7 @@
 """What flows between the rooms of the trainer, all of it on one page.
 
 Plain frozen dataclasses: tasks makes `Task`, rollout `Prompt` and `Completion`, reward `Graded`, train `Batch` and
-`StepStats`, evaluate `SuiteResult` and `Gain`.
+`StepStats`, evaluate `Answer`, `SuiteResult` and `Gain`.
 `Verdict` and the test types are the sandbox's.
 """
 
@@ -162,6 +162,23 @@ class StepStats:
 
 
 @dataclass(frozen=True, slots=True)
+class Answer:
+    """What an evaluation keeps of one sampled and judged answer."""
+
+    task_id: str
+    sample: int
+    """Its number among the answers to the task, from 0."""
+    verdict: str
+    passed: int
+    """Cases."""
+    total: int
+    finish: str
+    tokens: int
+    detail: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class SuiteResult:
     """pass@1 over `samples` answers of each problem."""
 
@@ -173,6 +190,13 @@ class SuiteResult:
     answers: int
     infra: int
     """Answers that could not be judged; they count in no rate."""
+    pass_at: Mapping[str, float]
+    """pass@k without bias, by its name, for as many k as every problem has answers."""
+    finished_pass_rate: float
+    """Of the answers that did not run into max_tokens."""
+    mean_tokens: float
+    verdicts: Mapping[str, int]
+    """Answers by verdict: NO_CODE is a failed extraction, CE no Python, TLE a time-out."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -149,14 +149,15 @@ def _manifest(recipe: Recipe, snapshot: Snapshot, data: Mapping[str, Sequence[Ta
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "seed": recipe.run.seed,
         "model": {"source": snapshot.source, "sha256": snapshot.sha256},
-        "tasks": {name: {"count": len(tasks), "sha256": _hash_tasks(tasks)} for name, tasks in data.items()},
+        "tasks": {name: {"count": len(tasks), "sha256": hash_tasks(tasks)} for name, tasks in data.items()},
         "versions": {"python": platform.python_version(), **_versions()},
         "hardware": {"machine": platform.machine(), "cores": len(os.sched_getaffinity(0)), "gpus": _gpus()},
         "git_commit": _git_commit(),
     }
 
 
-def _hash_tasks(tasks: Sequence[Task]) -> str:
+def hash_tasks(tasks: Sequence[Task]) -> str:
+    """sha256 over the ids, prompts and tests, in order."""
     lines = "\n".join(_text((task.id, task.prompt, task.tests)) for task in tasks)
     return hashlib.sha256(lines.encode("ascii")).hexdigest()
 

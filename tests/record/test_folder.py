@@ -117,11 +117,11 @@ def test_the_exported_adapter_holds_every_factor(tiny_model: Path, tmp_path: Pat
 
 
 def test_the_hash_of_tasks_takes_any_value_and_depends_on_the_tests_alone() -> None:
-    from engine.record.folder import _hash_tasks
+    from engine.record.folder import hash_tasks
     from sandbox import CallCase, CallTests
 
     def task(result: object) -> Task:
         return Task("t", "a prompt with \ud800", CallTests("f", (CallCase((10**5000,), result),)))
 
-    assert _hash_tasks([task({"b", "a", "c"})]) == _hash_tasks([task({"c", "b", "a"})])
-    assert len({_hash_tasks([task(r)]) for r in (1, True, 1.0, "1", [1], {1}, {1: 1}, None)}) == 8
+    assert hash_tasks([task({"b", "a", "c"})]) == hash_tasks([task({"c", "b", "a"})])
+    assert len({hash_tasks([task(r)]) for r in (1, True, 1.0, "1", [1], {1}, {1: 1}, None)}) == 8
