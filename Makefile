@@ -1,5 +1,6 @@
 # make run    set everything up and train the quickstart, on a CPU
 # make test   set everything up and run the tests
+# make published   the published runs' whole workflow in small, on a CPU
 # make lint, make bench, make setup
 
 PYTHON ?= python3.11
@@ -8,7 +9,7 @@ BIN := $(VENV)/bin
 BENCHES := sandbox kernels
 RUN := PATH="$(CURDIR)/$(BIN):$$PATH"
 
-.PHONY: setup run test fast lint bench clean
+.PHONY: setup run test fast lint bench published clean
 
 setup:
 	@sh setup.sh "$(PYTHON)" "$(VENV)"
@@ -30,6 +31,9 @@ lint: setup
 bench: setup
 	@mkdir -p runs
 	@for name in $(BENCHES); do echo "== bench/$$name.py"; $(RUN) python bench/$$name.py --json runs/$$name.json || exit 1; done
+
+published: setup
+	@$(RUN) sh recipes/published.sh
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

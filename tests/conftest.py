@@ -10,9 +10,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from engine.types import Completion, Graded
 from sandbox import Verdict
+
+settings.register_profile("steady", deadline=None, derandomize=True)
+settings.load_profile("steady")
 
 
 @pytest.fixture(scope="session")

@@ -93,9 +93,9 @@ def gold_file(
     """
     started = time.monotonic()
     allowed = limits or Limits()
-    if out is not None and not out.parent.is_dir():
-        raise InputError(f"{out}: there is no folder {out.parent}")
     loaded = read_tasks(source)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
     pool = Pool(jobs or len(os.sched_getaffinity(0)), numpy=numpy, require=require)
     journal = None if out is None else out.with_name(f"{out.name}.journal.jsonl")
     gold = gold_filter(loaded.tasks, pool, allowed, journal=journal, progress=progress)
