@@ -24,8 +24,11 @@ class Run(Section):
     """`[run]`: which run this is and how long."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    """Letters, digits, dots, dashes; it begins with a letter or a digit."""
     seed: Annotated[int, Field(ge=0)] = 0
+    """Of the order of the tasks, of every sampled completion and of the factors' start."""
     steps: Positive
+    """Optimizer steps, each on prompts_per_step groups."""
     output: str = ""
     """Folder of the run; empty means `runs/<name>`."""
 
@@ -45,7 +48,9 @@ class Lora(Section):
     """`[lora]`: the adapter that is trained."""
 
     rank: Positive = 16
+    """Columns of A's and B's product."""
     alpha: Annotated[float, Field(gt=0)] = 32.0
+    """The product is scaled by alpha / rank."""
     rslora: bool = False
     """Scale by alpha / sqrt(rank) instead of alpha / rank."""
     targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -96,30 +101,41 @@ class Rollout(Section):
     devices: Annotated[tuple[str, ...], Field(min_length=1)] = ("cpu",)
     """One sampler for each."""
     dtype: Dtype = "float32"
+    """Of vLLM's weights and activations."""
     threads: Annotated[int, Field(ge=0)] = 0
     """OpenMP threads of a CPU sampler; 0 takes every core the process may use."""
     group_size: Annotated[int, Field(ge=2)] = 8
     """Completions of one prompt; a group of one has no advantage."""
     prompts_per_step: Positive = 8
+    """Groups that a step trains on."""
     oversample: Annotated[int, Field(ge=0)] = 0
     """Prompts sampled beyond prompts_per_step at a time; the first that have a signal are trained."""
     refill: Annotated[int, Field(ge=0)] = 0
     """Dynamic sampling: how many more times prompts are sampled at most to replace groups without a signal. With
     oversample or refill a group without a signal is no part of the batch; without both it stays in its counts."""
     max_tokens: Positive = 512
+    """Of a completion, which is truncated there."""
     max_prompt_tokens: Positive = 1024
+    """A task with a longer prompt is refused at the start."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
+    """The logits are divided by it, at the sampler and in the trainer's softmax."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """1 is off, as are 0 for top_k and min_p."""
     top_k: Annotated[int, Field(ge=0)] = 0
+    """The most likely tokens that are kept."""
     min_p: Fraction = 0.0
+    """The least share of the most likely token's probability that is kept."""
     allow_off_policy_sampling: bool = False
     """Train although top_p, top_k or min_p make the sampler another distribution than the trainer's softmax."""
     stop: tuple[str, ...] = ()
+    """Texts that end a completion; they are no part of it."""
     max_lag: Annotated[int, Field(ge=0, le=8)] = 0
     """Policy versions that a trained token may be behind. 0 is on-policy: sampler and trainer take turns, and the same
     seed gives the same run. From 1 on the samplers go on while the trainer trains."""
     kv_cache_mb: Annotated[int, Field(ge=64)] = 512
+    """A CPU sampler's room for keys and values."""
     gpu_memory_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.85
+    """A GPU sampler's share of the device, weights and keys and values together."""
 
     @model_validator(mode="after")
     def _on_policy_sampling(self) -> Self:
@@ -152,9 +168,13 @@ class Sandbox(Section):
     program_cpu_seconds: Annotated[float, Field(gt=0)] = 60.0
     """CPU time of all cases of a program."""
     memory_mb: Annotated[int, Field(ge=64)] = 256
+    """Of a program with all its processes."""
     output_bytes: Annotated[int, Field(ge=1024)] = 1 << 20
+    """Of one case, stdout and stderr apart."""
     processes: Positive = 32
+    """Processes and threads of a program at once."""
     tmp_mb: Positive = 16
+    """The size of its /tmp."""
     require: tuple[str, ...] = (
         "network",
         "files",
@@ -200,15 +220,17 @@ class Loss(Section):
     aggregate: str = "token"
     """What a completion's tokens weigh: token, sequence, constant (by rollout.max_tokens)."""
     clip_low: Fraction = 0.2
+    """clip, gspo: the ratio is kept above 1 - clip_low."""
     clip_high: Annotated[float, Field(gt=0)] = 0.28
-    """clip and gspo keep the ratio within 1 - clip_low and 1 + clip_high."""
+    """clip, gspo: the ratio is kept below 1 + clip_high."""
     dual_clip: Annotated[float, Field(ge=0)] = 0.0
     """clip: largest ratio that a negative advantage is charged for; 0 is off."""
     delta: Annotated[float, Field(ge=0)] = 0.0
     """clip: largest ratio in the unclipped branch; 0 is off."""
     ratio_low: Annotated[float, Field(ge=0)] = 0.0
+    """cispo: the least ratio, absolute."""
     ratio_high: Annotated[float, Field(gt=0)] = 5.0
-    """cispo's bounds, as absolute ratios."""
+    """cispo: the largest ratio, absolute."""
     correction_low: Annotated[float, Field(ge=0)] = 0.5
     """mask, sequence_mask: smallest weight trainer / sampler that is trained on."""
     correction_high: Annotated[float, Field(gt=0)] = 2.0
@@ -227,13 +249,19 @@ class Optim(Section):
     """`[optim]`: AdamW on fp32 masters."""
 
     lr: Annotated[float, Field(gt=0)] = 1e-5
+    """The highest learning rate."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How it falls to 0 by the last step, if it does."""
     warmup: Annotated[int, Field(ge=0)] = 0
     """Steps of linear warm-up."""
     betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
+    """AdamW's."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """AdamW's, decoupled."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    """A longer gradient is scaled down to this norm."""
     updates: Positive = 1
     """Optimizer steps on each batch, which is cut into as many parts of whole groups."""
 
@@ -242,6 +270,7 @@ class Train(Section):
     """`[train]`: where and in which pieces the optimizer step is computed."""
 
     device: str = "cpu"
+    """The trainer's, such as "cuda:1"."""
     threads: Annotated[int, Field(ge=0)] = 0
     """Threads of a CPU trainer; 0 takes every core the process may use."""
     token_budget: Annotated[int, Field(ge=64)] = 4096
@@ -265,17 +294,22 @@ class Eval(Section):
     every: Annotated[int, Field(ge=0)] = 0
     """Steps between evaluations; 0 evaluates before the first and after the last step only."""
     samples: Positive = 4
+    """Answers to each problem."""
     bootstrap: Annotated[int, Field(ge=100)] = 10_000
+    """Resamples of the paired bootstrap."""
 
 
 class Gate(Section):
     """`[[gate]]`: stop the run when a metric says that it goes nowhere."""
 
     metric: str
+    """A key of metrics.jsonl."""
     after: Positive
     """The gate looks from this step on, at the mean of the last `window` steps."""
     window: Positive = 8
+    """Steps of the mean."""
     stop_if: Annotated[str, Field(pattern=r"^\s*(<|<=|>|>=)\s*-?\d+(\.\d+)?([eE]-?\d+)?\s*$")]
+    """A comparison, such as "> 0.2"."""
 
 
 class Recipe(Section):

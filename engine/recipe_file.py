@@ -55,7 +55,7 @@ def dump(recipe: Recipe) -> str:
     for section, table in recipe.model_dump(exclude_none=True).items():
         for entry in table if isinstance(table, tuple | list) else [table]:
             head = f"[[{section}]]" if isinstance(table, tuple | list) else f"[{section}]"
-            lines += [head, *(f"{key} = {_toml(value)}" for key, value in entry.items()), ""]
+            lines += [head, *(f"{key} = {toml(value)}" for key, value in entry.items()), ""]
     return "\n".join(lines)
 
 
@@ -168,14 +168,15 @@ def _nearest(word: str, known: list[str]) -> str:
     return f"; known: {', '.join(known)}" if known else ""
 
 
-def _toml(value: Any) -> str:
+def toml(value: Any) -> str:
+    """A value as TOML writes it."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
         escaped = value.replace("\\", "\\\\").replace('"', '\\"')
         return '"' + "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in escaped) + '"'
     if isinstance(value, tuple | list):
-        return "[" + ", ".join(_toml(v) for v in value) + "]"
+        return "[" + ", ".join(toml(v) for v in value) + "]"
     if isinstance(value, dict):
-        return "{ " + ", ".join(f"{_toml(k)} = {_toml(v)}" for k, v in value.items()) + " }" if value else "{}"
+        return "{ " + ", ".join(f"{toml(k)} = {toml(v)}" for k, v in value.items()) + " }" if value else "{}"
     return repr(value)
