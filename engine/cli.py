@@ -82,6 +82,18 @@ def show(run_path: Path, step: int | None) -> None:
 
 
 @commands.command()
+@click.argument("run_path", metavar="RUN", type=click.Path(path_type=Path))
+@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="The file; RUN/report.html if left out.")
+@click.option("--completions", type=click.IntRange(min=1), default=2000, show_default=True, help="Rollouts in it.")
+def report(run_path: Path, out: Path | None, completions: int) -> None:
+    """Write RUN as one HTML file with curves, tasks and a browser of rollouts; it needs no network."""
+    from engine.record.page import write_page
+
+    path = write_page(run_path, out, completions)
+    click.echo(f"{path} ({path.stat().st_size / 2**20:.1f} MiB)")
+
+
+@commands.command()
 @click.argument("file", metavar="FILE.jsonl", type=click.Path(path_type=Path, exists=True, dir_okay=False))
 @click.option("--jobs", type=click.IntRange(min=1), help="Programs judged at once; every core if left out.")
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Where the verdicts go, else stdout.")
