@@ -33,14 +33,18 @@ def make_model(folder: Path) -> Path:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(words), hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=2048, tie_word_embeddings=False, initializer_range=0.2,
+        num_key_value_heads=1, max_position_embeddings=2048, tie_word_embeddings=False, initializer_range=0.1,
         eos_token_id=1, bos_token_id=None, pad_token_id=None,
     )  # fmt: skip
     model = LlamaForCausalLM(config)
-    with torch.no_grad():  # one direction that every state has, and that the answers' logits look at
-        model.model.embed_tokens.weight[:, 0] = 2.0
-        model.lm_head.weight[:, 0] = -1.0
-        model.lm_head.weight[-len(ANSWERS) :, 0] = 1.0
+    # One direction in every state, which the answers' logits look at, and another after an answer, for the line's end.
+    tokens, head, first = model.model.embed_tokens.weight, model.lm_head.weight, len(words) - len(ANSWERS)
+    with torch.no_grad():
+        tokens[:, :2] = torch.tensor([1.0, 0.0])
+        tokens[first:, :2] = torch.tensor([0.0, 1.0])
+        head[:, :2] = -0.5
+        head[first:, 0] = 0.7
+        head[words.index("\n"), 1] = 2.0
     model.save_pretrained(folder)
     return folder
 
