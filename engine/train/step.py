@@ -17,7 +17,7 @@ from engine.recipe import Recipe
 from engine.train.advantage import ADVANTAGES
 from engine.train.layout import Trained, pack
 from engine.train.loss import Rows, loss_of_rows, row_weights, tokens_of
-from engine.train.memory import Gauge, StepMemory, measure, require_room
+from engine.train.memory import Gauge, StepMemory, is_out_of_memory, measure, out_of_memory, require_room
 from engine.train.objective import AGGREGATES, CORRECTIONS, KLS, OBJECTIVES, SEQUENCE_LEVEL, LossSpec, k3
 from engine.train.policy import Policy
 from engine.types import Batch, Graded, StepStats
@@ -146,7 +146,18 @@ class Trainer:
         if self._recipe.optim.updates > 1:
             updates = [replace(u, old=tuple(self._logprobs(batch) for batch in u.batches)) for u in updates]
         self._gauge.clear()
-        done = [self._update(update) for update in updates]
+        try:
+            done = [self._update(update) for update in updates]
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            largest = max(batch.input_ids.numel() for update in updates for batch in update.batches)
+            said = str(error).splitlines()[0]
+        else:
+            said = ""
+        if said:  # out of the handler, whose traceback keeps the step's tensors alive
+            self._optimizer.zero_grad(set_to_none=True)
+            raise out_of_memory(said, largest, self._recipe, self.memory, self.policy.device)
         predicted = max(self.memory.peak(update.batches) for update in updates) if self.memory else 0
         return self._stats(updates, done, lr, predicted_mb=predicted / 2**20, peak_mb=self._gauge.height_mb())
 
