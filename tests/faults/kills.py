@@ -32,9 +32,8 @@ def test_twenty_kills(recipe: Path, tmp_path: Path) -> None:
     chance = random.Random(SEED)
     places = ["checkpoint"] * 5 + ["loading"] * 3 + ["step"] * (KILLS - 8)
     chance.shuffle(places)
-    print(
-        f"\nseed {SEED}, {STEPS} steps, a checkpoint every 2\nkill  in          seconds  step  half-written  goes on after"
-    )
+    print(f"\nseed {SEED}, {STEPS} steps, a checkpoint every 2")
+    print("kill  in          seconds  step  half-written      newest checkpoint")
     for number, place in enumerate(places, 1):
         row = kill_once(recipe, killed, place, chance)
         print(f"{number:>4}  {row}", flush=True)

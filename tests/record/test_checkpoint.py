@@ -201,10 +201,8 @@ def test_pruning_removes_the_others_only(tmp_path: Path) -> None:
 
 def test_a_locked_folder_names_the_process_that_has_it(tmp_path: Path) -> None:
     with lock_folder(tmp_path):
-        code = (
-            f"import pathlib; from engine.record.lock import lock_folder; lock_folder(pathlib.Path({str(tmp_path)!r}))"
-        )
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        code = "import pathlib, sys; from engine.record.lock import lock_folder; lock_folder(pathlib.Path(sys.argv[1]))"
+        done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
         assert done.returncode == 1
         assert f"process id {os.getpid()} is writing it" in done.stderr
         with pytest.raises(LockError):
