@@ -1,5 +1,6 @@
 # make run    set everything up and train the quickstart, on a CPU
 # make test   set everything up and run the tests
+# make faults kill and starve real runs in every way, and a soak: some 20 minutes
 # make published   the published runs' whole workflow in small, on a CPU
 # make lint, make bench, make setup
 
@@ -9,7 +10,7 @@ BIN := $(VENV)/bin
 BENCHES := sandbox kernels
 RUN := PATH="$(CURDIR)/$(BIN):$$PATH"
 
-.PHONY: setup run test fast lint bench published clean
+.PHONY: setup run test fast faults lint bench published clean
 
 setup:
 	@sh setup.sh "$(PYTHON)" "$(VENV)"
@@ -22,6 +23,12 @@ test: setup
 
 fast: setup
 	@$(RUN) python -m pytest -m "not slow"
+
+# Named one by one: plain pytest does not collect them.
+faults: setup
+	@mkdir -p runs
+	@$(RUN) python -m pytest -s tests/faults/ends.py tests/faults/kills.py
+	@$(RUN) python bench/soak.py --json runs/soak.json --steps 300
 
 lint: setup
 	@$(RUN) ruff check .

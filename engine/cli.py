@@ -26,14 +26,20 @@ def commands() -> None:
 @click.argument("recipe_path", metavar="RECIPE", type=click.Path(path_type=Path))
 @click.option("--set", "overrides", multiple=True, metavar="a.b=value", help="Override a key; may be repeated.")
 @click.option("--max-steps", type=click.IntRange(min=1), help="Train this many steps instead of run.steps.")
-@click.option("--output", metavar="DIR", help="The run's folder; it must be new or empty.")
+@click.option("--output", metavar="DIR", help="The run's folder; it must be new or empty, but for --resume.")
+@click.option("--resume", is_flag=True, help="Go on with the run in --output from its newest whole checkpoint.")
+@click.option("--allow-change", "allowed", multiple=True, metavar="KEY", help="May differ on --resume; repeatable.")
 @click.option(
     "--dry-run", is_flag=True, help="Print what the run would be: memory, tokens, downloads, the resolved recipe."
 )
 def run(
-    recipe_path: Path, overrides: tuple[str, ...], max_steps: int | None, output: str | None, dry_run: bool
-) -> None:
-    """Train as RECIPE says."""
+    recipe_path: Path, overrides: tuple[str, ...], max_steps: int | None, output: str | None, resume: bool,
+    allowed: tuple[str, ...], dry_run: bool,
+) -> None:  # fmt: skip
+    """Train as RECIPE says.
+
+    Ctrl-C once, or SIGTERM, finishes the step, saves a checkpoint and ends; Ctrl-C twice ends at once.
+    """
     if max_steps is not None:
         overrides = (*overrides, f"run.steps={max_steps}")
     recipe = recipe_file.load(recipe_path, overrides)
@@ -46,7 +52,7 @@ def run(
             click.echo(line)
         return
     signal.signal(signal.SIGTERM, _terminate)
-    start(recipe, output)
+    start(recipe, output, resume=resume, allowed=allowed)
 
 
 @commands.command()

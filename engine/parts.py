@@ -11,17 +11,20 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
+from engine import resume
 from engine.errors import InputError
 from engine.evaluate import answer_of, suite_result
 from engine.fill import Round, fill_batch
 from engine.pipeline import Ahead, Finished, Pipeline
 from engine.recipe import Recipe
-from engine.record import Console, RunFolder
+from engine.record import Console, RunFolder, checkpoint
+from engine.record.checkpoint import Saved
 from engine.record.export import export_adapter, export_model
 from engine.reward import Grader
 from engine.rollout import Samplers, render_prompts
 from engine.rollout.messages import Group, SamplerConfig, Sampling
 from engine.snapshot import Snapshot
+from engine.stop import Stopped
 from engine.sync import Canary, SharedTensors
 from engine.tasks import Curriculum, load_tasks
 from engine.train import Trainer
@@ -36,14 +39,27 @@ MAX_SEQUENCES = 64
 class Parts:
     """The stages of one run, opened together and closed together."""
 
-    def __init__(self, recipe: Recipe, folder: Path, snapshot: Snapshot, cores: int, stack: ExitStack) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        folder: Path,
+        snapshot: Snapshot,
+        cores: int,
+        stack: ExitStack,
+        saved: Saved | None = None,
+    ) -> None:
+        """saved: the checkpoint to go on from; the first step is else 1."""
+        done = saved.step if saved else 0
         self.recipe = recipe
         self.snapshot = snapshot
         train = load_tasks(recipe.tasks.train)
         self.suites = {name: load_tasks(source) for name, source in recipe.tasks.heldout.items()}
         self.tasks = _by_id([train, *self.suites.values()])
         self.curriculum = Curriculum(train, recipe.run.seed)
-        self.record = stack.enter_context(closing(RunFolder(folder, recipe, snapshot, {"train": train, **self.suites})))
+        records = resume.records_of(saved.values) if saved else None
+        self.record = stack.enter_context(
+            closing(RunFolder(folder, recipe, snapshot, {"train": train, **self.suites}, records))
+        )
         devices = recipe.rollout.devices
         self.samplers = stack.enter_context(
             closing(
@@ -69,7 +85,12 @@ class Parts:
         self.sent = stack.enter_context(
             closing(SharedTensors(shapes, trained.scale, recipe.model.dtype if recipe.full else "float32"))
         )
-        self._groups = 0
+        self.groups = 0
+        """Submitted so far; every group has its own number."""
+        self.before: dict[str, SuiteResult] = {}
+        """Each suite's result before the first step."""
+        self.flying: dict[Future[Finished], Task] = {}
+        """Of the groups that are sampled ahead of training, also when they are finished but not yet taken."""
         self.pipeline = stack.enter_context(closing(Pipeline(self.samplers, self._grade)))
         self.ahead = Ahead(
             self._submit_ahead,
@@ -77,11 +98,15 @@ class Parts:
             steps=recipe.run.steps,
             max_lag=recipe.rollout.max_lag,
             extra=recipe.rollout.oversample,
+            version=done,
         )
+        if saved:
+            resume.restore(self, saved)
+        self._saved = done
         self._looked, self._busy = time.monotonic(), 0.0
         self.samplers.wait_ready()
         self.samplers.bind(self.sent.address)
-        self.sync(version=0, changed=False)
+        self.sync(version=done, changed=False)
 
     def sample_step(self, step: int, seconds: dict[str, float]) -> Sampled:
         """The groups of a step; those without a signal are replaced as far as the recipe says."""
@@ -118,8 +143,8 @@ class Parts:
 
     def _submit(self, tasks: Sequence[Task], samples: int, purpose: str) -> list[Future[Finished]]:
         rollout, seed = self.recipe.rollout, self.recipe.run.seed
-        first = self._groups
-        self._groups += len(tasks)
+        first = self.groups
+        self.groups += len(tasks)
         sampling = Sampling(
             rollout.max_tokens, rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p, rollout.stop
         )
@@ -137,8 +162,12 @@ class Parts:
         )
 
     def _submit_ahead(self, count: int) -> list[Future[Finished]]:
-        purpose = f"ahead-{self._groups}"
-        return self._submit(self.curriculum.take(count), self.recipe.rollout.group_size, purpose)
+        purpose = f"ahead-{self.groups}"
+        tasks = self.curriculum.take(count)
+        futures = self._submit(tasks, self.recipe.rollout.group_size, purpose)
+        untaken = {future: self.flying[future] for future in self.ahead.untaken}
+        self.flying = untaken | dict(zip(futures, tasks, strict=True))
+        return futures
 
     def _grade(self, completion: Completion) -> Future[Graded]:
         task = completion.task_id
@@ -169,15 +198,45 @@ class Parts:
             "perf/sandbox_retries": float(self.grader.infra_retries),
         }
 
-    def export(self, step: int) -> Path:
-        """Write what was trained into the run's folder; where it went."""
-        policy, lora = self.trainer.policy, self.recipe.lora
+    def export(self, step: int, folder: Path | None = None) -> Path:
+        """Write what was trained into `adapter` or `model` of a folder, the run's if None; where it went."""
+        policy, lora, into = self.trainer.policy, self.recipe.lora, folder or self.record.path
         if lora is None:
-            return export_model(self.record.path / "model", policy.model, self.snapshot, step)
-        return export_adapter(self.record.path / "adapter", policy.adapter.factors(), lora, self.snapshot, step)
+            return export_model(into / "model", policy.model, self.snapshot, step)
+        return export_adapter(into / "adapter", policy.adapter.factors(), lora, self.snapshot, step)
+
+    def save(self, step: int) -> Path:
+        """A checkpoint after `step`, unless there is one; where it is."""
+        root, rules = self.record.path / "checkpoints", self.recipe.checkpoint
+        if step != self._saved:
+            values = resume.values_of(self, step)
+            checkpoint.save(root, step, self.trainer.state(), values, lambda folder: self.export(step, folder))
+            checkpoint.prune(root, rules.keep, rules.keep_every)
+            self._saved = step
+        return root / f"step-{step:06d}"
+
+    def evaluate_if_due(self, console: Console, step: int) -> None:
+        """What stands between `step` and the next: the evaluation before the first step, or one on the way."""
+        every = self.recipe.eval.every
+        if step == 0:
+            self.before = self.evaluate(console, "before")
+        elif every and step % every == 0:
+            self.evaluate(console, f"step {step}")
 
     def evaluate(self, console: Console, when: str) -> dict[str, SuiteResult]:
-        """Every held-out suite under the present weights; the same seeds each time, so that runs pair."""
+        """Every held-out suite under the present weights; the same seeds each time, so that runs pair.
+
+        One that is given up in the middle leaves nothing behind but the suites that were finished.
+        """
+        groups = self.groups
+        try:
+            return self._evaluate(console, when)
+        except Stopped:
+            self.pipeline.abort()
+            self.groups = groups
+            raise
+
+    def _evaluate(self, console: Console, when: str) -> dict[str, SuiteResult]:
         results = {}
         for name, tasks in self.suites.items():
             groups = self.sample_and_grade(tasks, self.recipe.eval.samples, f"eval-{name}", {})

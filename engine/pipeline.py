@@ -163,15 +163,22 @@ class Ahead:
         steps: int,
         max_lag: int,
         extra: int = 0,
+        version: int = 0,
     ) -> None:
-        """submit: starts that many groups. extra: groups that may stand in the queue beyond the batch."""
+        """submit: starts that many groups. extra: groups that may stand in the queue beyond the batch. version: the
+        policy's that training goes on from."""
         self._submit, self._per_step, self._steps = submit, per_step, steps
         self._max_lag, self._extra = max_lag, extra
         self._queue: list[Future[Finished]] = []
-        self._submitted = 0
+        self._submitted = per_step * version
         self._discarded = 0
         self.too_old = 0
         """Groups that were dropped because a token of theirs was older than max_lag allows."""
+
+    @property
+    def untaken(self) -> list[Future[Finished]]:
+        """Groups that were submitted and not taken yet, oldest first."""
+        return list(self._queue)
 
     def fill(self, version: int) -> None:
         """Submit as many groups as may be under way at this version."""

@@ -288,6 +288,17 @@ class Sync(Section):
     """Largest difference of a canary token's log-prob between trainer and sampler, in nats."""
 
 
+class Checkpoint(Section):
+    """`[checkpoint]`: what `--resume` goes on from."""
+
+    every: Annotated[int, Field(ge=0)] = 10
+    """Steps between checkpoints; 0 saves after the last step and when the run is stopped only."""
+    keep: Positive = 2
+    """The newest so many stay."""
+    keep_every: Annotated[int, Field(ge=0)] = 0
+    """Checkpoints of steps that are multiples of this stay for good; 0 is none."""
+
+
 class Eval(Section):
     """`[eval]`: the held-out suites, before and after training and on the way."""
 
@@ -327,6 +338,7 @@ class Recipe(Section):
     optim: Optim = Field(default_factory=Optim)
     train: Train = Field(default_factory=Train)
     sync: Sync = Field(default_factory=Sync)
+    checkpoint: Checkpoint = Field(default_factory=Checkpoint)
     eval: Eval = Field(default_factory=Eval)
     gate: tuple[Gate, ...] = ()
 

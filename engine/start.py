@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import os
+import shlex
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from engine.errors import InputError
+from engine.errors import InputError, RunError
 from engine.preflight import require, require_devices
 from engine.recipe import Recipe
 from engine.record.folder import choose_folder, create_folder
-from engine.snapshot import check_source, resolve
+from engine.record.lock import lock_folder
+from engine.resume import check_recipe, find
+from engine.snapshot import Snapshot, check_source, resolve
 from engine.tasks import load_tasks, to_download
+
+if TYPE_CHECKING:
+    from engine.record.checkpoint import Saved
+
+RESUME = "rlvr run {folder}/recipe.toml --output {folder} --resume"
 
 
 def check(recipe: Recipe) -> None:
@@ -26,17 +38,34 @@ def check(recipe: Recipe) -> None:
         click.echo(f"ok   {done.name}: {done.detail}")
 
 
-def start(recipe: Recipe, output: str | None) -> None:
+def start(recipe: Recipe, output: str | None, *, resume: bool = False, allowed: Sequence[str] = ()) -> None:
     """Check, fetch the model, make the folder, run; then say what came out and what to type next.
 
-    Raises InputError before the folder is made, and RunError, SandboxError or OSError after.
+    resume: go on with the run in `output`, whose recipe may differ in the keys `allowed`. Raises InputError before the
+    folder is made, and RunError, SandboxError or OSError after.
     """
-    folder = choose_folder(recipe, output)
-    check(recipe)
-    snapshot = resolve(recipe.model.source, recipe.model.sha256)
-    import torch  # from here on the run's own parts are needed, which take seconds to import
+    folder = choose_folder(recipe, output, resume=resume)
+    going_on = resume and folder.exists()
+    with ExitStack() as stack:
+        if going_on:
+            stack.enter_context(lock_folder(create_folder(folder)))
+            check_recipe(folder, recipe, allowed)
+        check(recipe)
+        snapshot, trained = _look(recipe)
+        if not going_on:
+            stack.enter_context(lock_folder(create_folder(folder)))
+        click.echo(f"ok   model: {snapshot.folder} (sha256 {snapshot.sha256[:12]}), {_what(recipe, trained)}")
+        saved = find(folder, click.echo) if resume else None
+        if saved and saved.step >= recipe.run.steps and (folder / "summary.json").exists():
+            click.echo(f"{folder}: the run is finished, see its summary.json; more steps: --allow-change run.steps")
+            return
+        _run(recipe, folder, snapshot, saved)
 
-    from engine.run import run
+
+def _look(recipe: Recipe) -> tuple[Snapshot, list[str]]:
+    """The model, fetched, and what of it is trained. Raises InputError for what only the model can tell."""
+    snapshot = resolve(recipe.model.source, recipe.model.sha256)
+    # From here on the run's own parts are needed, which take seconds to import.
     from engine.train.policy import trained_names
     from engine.train.step import loss_spec
 
@@ -44,15 +73,27 @@ def start(recipe: Recipe, output: str | None) -> None:
         loss_spec(recipe)
         how = recipe.full or recipe.lora
         assert how is not None  # a recipe has one of the two
-        trained = trained_names(snapshot.folder, how)
+        return snapshot, trained_names(snapshot.folder, how)
     except (ValueError, LookupError) as error:
         raise InputError(str(error)) from None
+
+
+def _run(recipe: Recipe, folder: Path, snapshot: Snapshot, saved: Saved | None) -> None:
+    import torch
+    from safetensors import SafetensorError
+
+    from engine.run import run
+
     cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(recipe.train.threads or cores)
-    create_folder(folder)
-    click.echo(f"ok   model: {snapshot.folder} (sha256 {snapshot.sha256[:12]}), {_what(recipe, trained)}")
     click.echo(f"run  {folder}: loading vLLM and the trainer")
-    summary = run(recipe, folder, snapshot, cores)
+    try:
+        summary = run(recipe, folder, snapshot, cores, saved)
+    except SafetensorError as error:
+        raise RunError(f"{folder}: what was trained could not be written: {error}; go on with --resume") from error
+    if summary is None:
+        click.echo(f"next:    {RESUME.format(folder=shlex.quote(str(folder)))}")
+        return
     for what in ("adapter", "model"):
         if what in summary:
             click.echo(f"{what + ':':8} {summary[what]}")

@@ -132,6 +132,10 @@ def spawn(command: list[str], code: int, seccomp_filter: int) -> Zygote:
     except OSError as error:
         ours.close()
         os.close(log)
+        if isinstance(error, FileNotFoundError):
+            raise MachineFault(
+                f"nsjail is gone: {command[0]} was there when the run began; install it again"
+            ) from error
         raise MachineFault(f"nsjail does not start: {error}") from error
     finally:
         theirs.close()

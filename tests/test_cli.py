@@ -68,7 +68,7 @@ def test_an_output_folder_that_holds_something_is_refused(tmp_path: Path) -> Non
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("precious")
     done = rlvr("run", QUICKSTART, "--output", "mine", cwd=tmp_path)
-    assert (done.returncode, "holds something" in done.stderr) == (2, True), done.stderr
+    assert (done.returncode, "holds" in done.stderr) == (2, True), done.stderr
     assert [p.name for p in (tmp_path / "mine").iterdir()] == ["thesis.txt"]
 
 

@@ -31,6 +31,7 @@ class Console:
         self._console = rich.console.Console(highlight=False)
         self._width = len(str(steps))
         self._steps = steps
+        self._headed = False
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -55,7 +56,8 @@ class Console:
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """The line of a step."""
-        if step == 1:
+        if not self._headed:
+            self._headed = True
             heads = [f"{head:>{_width(head)}}" for head, _, _ in COLUMNS]
             self._console.print(f"[bold]{'step':>{self._width + 5}} {' '.join(heads)}[/bold]", soft_wrap=True)
         cells = [f"{metrics[key]:>{_width(head)}{form}}" for head, key, form in COLUMNS]

@@ -19,13 +19,15 @@ class Canary:
     token_ids: tuple[int, ...]
     tolerance: float
     """Largest allowed difference of one token's log-prob, in nats."""
-    _last: tuple[float, ...] | None = None
+    heard: tuple[float, ...] | None = None
+    """What the sampler said at the last check."""
 
     def check(self, trainer: Sequence[float], sampler: Sequence[float], *, version: int, changed: bool) -> float:
         """Compare after the sync of `version`; `changed` says whether the weights are others than at the last check.
 
         Returns the largest difference. Raises CanaryError where it is above the tolerance, where a log-prob is no
-        number, or where changed weights left every log-prob as it was to the last bit.
+        number, where changed weights left every log-prob as it was to the last bit, or where unchanged ones moved one
+        beyond the tolerance.
         """
         differences = [abs(t - s) for t, s in zip(trainer, sampler, strict=True)]
         worst = max(differences)
@@ -36,7 +38,14 @@ class Canary:
                 f"canary token {where + 1} (sync.tolerance is {self.tolerance:g}): the sampler does not hold the "
                 f"trainer's weights"
             )
-        if changed and self._last is not None and tuple(sampler) == self._last:
+        if changed and self.heard is not None and tuple(sampler) == self.heard:
             raise CanaryError(f"the sync of version {version} changed nothing in the sampler, though the weights moved")
-        self._last = tuple(sampler)
+        if not changed and self.heard is not None:
+            moved = max(abs(now - then) for now, then in zip(sampler, self.heard, strict=True))
+            if not moved <= self.tolerance:
+                raise CanaryError(
+                    f"the sync of version {version} moved the canary by {moved:.3g} nats, though the weights are those "
+                    f"of the last check (sync.tolerance is {self.tolerance:g})"
+                )
+        self.heard = tuple(sampler)
         return worst

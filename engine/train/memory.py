@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.errors import RunError
-from engine.recipe import Full, Lora
+from engine.recipe import Full, Lora, Recipe
 from engine.train.policy import ATTENTION, DTYPES, Policy
 from engine.types import Batch
 from kernels.attention import register_attention
@@ -215,11 +215,7 @@ class Allocations(TorchDispatchMode):
 
 def require_room(memory: StepMemory, token_budget: int, device: torch.device) -> None:
     """Raise RunError where a full micro-batch will not fit beside the weights that are loaded, naming what would."""
-    if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0]
-    else:
-        fields = dict(line.split(":", 1) for line in MEMINFO.read_text().splitlines())
-        free = int(fields["MemAvailable"].split()[0]) * 1024
+    free = _free(device)
     need = memory.peak_of(token_budget, token_budget) - memory.weights
     if need <= free:
         return
@@ -229,6 +225,39 @@ def require_room(memory: StepMemory, token_budget: int, device: torch.device) ->
         f"train.token_budget = {token_budget} needs {need / 2**30:.1f} GiB on {device} beside the weights, "
         f"{free / 2**30:.1f} GiB are free: {hint}, or set train.checkpointing = true"
     )
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether torch could not get memory: CUDA has a class for it, a CPU's allocator only words."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def out_of_memory(said: str, tokens: int, recipe: Recipe, memory: StepMemory | None, device: torch.device) -> RunError:
+    """The error of a step that ran out of memory at micro-batches of up to `tokens` tokens: what to lower, to what."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    budget = recipe.train.token_budget
+    hints = [] if recipe.train.checkpointing else ["set train.checkpointing = true"]
+    if tokens > budget:
+        longest = recipe.rollout.max_tokens
+        hints.insert(0, f"one completion with its prompt takes {tokens}: lower rollout.max_tokens = {longest}")
+    else:
+        # Half of it where the prediction saw room: it was wrong, or somebody else took the memory.
+        fits = memory.fitting_tokens(_free(device) + memory.weights + memory.moments) if memory else budget
+        lower = min(fits, budget // 2)
+        hints.insert(0, f"lower it to {lower}" if lower >= MIN_BUDGET else "no smaller budget will do")
+    return RunError(
+        f"the trainer ran out of memory on {device} in a micro-batch of up to {tokens} tokens, "
+        f"train.token_budget = {budget}: {', or '.join(hints)}; then go on with --resume and --allow-change ({said})"
+    )
+
+
+def _free(device: torch.device) -> int:
+    """Bytes that nobody uses."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    fields = dict(line.split(":", 1) for line in MEMINFO.read_text().splitlines())
+    return int(fields["MemAvailable"].split()[0]) * 1024
 
 
 class Gauge:

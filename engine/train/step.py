@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -12,16 +12,19 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from engine.errors import InputError
 from engine.recipe import Recipe
 from engine.train.advantage import ADVANTAGES
 from engine.train.layout import Trained, pack
 from engine.train.loss import Rows, loss_of_rows, row_weights, tokens_of
-from engine.train.memory import Gauge, StepMemory, measure, require_room
+from engine.train.memory import Gauge, StepMemory, is_out_of_memory, measure, out_of_memory, require_room
 from engine.train.objective import AGGREGATES, CORRECTIONS, KLS, OBJECTIVES, SEQUENCE_LEVEL, LossSpec, k3
 from engine.train.policy import Policy
 from engine.types import Batch, Graded, StepStats
 
 NON_FINITE_STEPS = 10
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+"""AdamW's state of a parameter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,43 @@ class Trainer:
         require_room(self.memory, self._recipe.train.token_budget, self.policy.device)
         return self.memory
 
+    def state(self) -> dict[str, torch.Tensor]:
+        """What the next step depends on, by name: fp32 masters, moments, torch's generators, the count of bad steps."""
+        named = self.policy.trained.named_parameters
+        found = {f"parameter.{name}": parameter.detach() for name, parameter in named.items()}
+        for name, parameter in named.items():
+            found |= {f"{key}.{name}": value for key, value in self._optimizer.state.get(parameter, {}).items()}
+        found["non_finite"] = torch.tensor(self._non_finite)
+        found["rng.cpu"] = torch.get_rng_state()
+        if self.policy.device.type == "cuda":
+            found["rng.cuda"] = torch.cuda.get_rng_state(self.policy.device)
+        return found
+
+    @torch.no_grad()
+    def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take over what `state` gave. Raises InputError where its parameters are not this policy's."""
+        named = self.policy.trained.named_parameters
+        ours = {f"parameter.{name}": tuple(parameter.shape) for name, parameter in named.items()}
+        theirs = {name: tuple(t.shape) for name, t in tensors.items() if name.startswith("parameter.")}
+        if ours != theirs:
+            odd = sorted(n for n in {*ours, *theirs} if ours.get(n) != theirs.get(n))[0]
+            raise InputError(
+                f"the checkpoint's {odd} has shape {theirs.get(odd)}, the recipe's model has {ours.get(odd)}: "
+                f"go on with the recipe and the model that it was made with"
+            )
+        moments: dict[int, dict[str, torch.Tensor]] = {}
+        for index, (name, parameter) in enumerate(named.items()):
+            parameter.copy_(tensors[f"parameter.{name}"])
+            found = {key: tensors[f"{key}.{name}"].clone() for key in MOMENTS if f"{key}.{name}" in tensors}
+            if found:
+                moments[index] = found
+        self._optimizer.load_state_dict(self._optimizer.state_dict() | {"state": moments})
+        self.policy.trained.updated()
+        self._non_finite = int(tensors["non_finite"])
+        torch.set_rng_state(tensors["rng.cpu"])
+        if self.policy.device.type == "cuda" and "rng.cuda" in tensors:
+            torch.cuda.set_rng_state(tensors["rng.cuda"], self.policy.device)
+
     def advantages(self, groups: Sequence[Sequence[Graded]]) -> list[list[float]]:
         """Advantage of each completion, group by group; INFRA counts for nothing and gets 0."""
         function = ADVANTAGES[self._recipe.loss.advantage]
@@ -106,7 +146,18 @@ class Trainer:
         if self._recipe.optim.updates > 1:
             updates = [replace(u, old=tuple(self._logprobs(batch) for batch in u.batches)) for u in updates]
         self._gauge.clear()
-        done = [self._update(update) for update in updates]
+        try:
+            done = [self._update(update) for update in updates]
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            largest = max(batch.input_ids.numel() for update in updates for batch in update.batches)
+            said = str(error).splitlines()[0]
+        else:
+            said = ""
+        if said:  # out of the handler, whose traceback keeps the step's tensors alive
+            self._optimizer.zero_grad(set_to_none=True)
+            raise out_of_memory(said, largest, self._recipe, self.memory, self.policy.device)
         predicted = max(self.memory.peak(update.batches) for update in updates) if self.memory else 0
         return self._stats(updates, done, lr, predicted_mb=predicted / 2**20, peak_mb=self._gauge.height_mb())
 

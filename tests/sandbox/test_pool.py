@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -121,6 +122,24 @@ def test_a_machine_that_fails_every_time_stops_the_run(make_bench: Callable[...,
         bench.grade(SLOW, INC)
     killer.join()
     assert bench.grade(HONEST).verdict == "AC"
+
+
+def test_an_nsjail_that_goes_missing_is_named(
+    make_bench: Callable[..., Bench], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = tmp_path / "nsjail"
+    shutil.copy(jail.find_nsjail(), mine)
+    monkeypatch.setattr("sandbox.pool.find_nsjail", lambda: str(mine))
+    bench = make_bench(backoff=(0.05, 0.05, 0.05), recycle=1)
+    bench.grade(HONEST)
+    mine.unlink()
+
+    def grade_all() -> None:
+        for _ in range(4):  # spares that stand ready still work
+            bench.grade(HONEST)
+
+    with pytest.raises(SandboxError, match=r"nsjail is gone: .*/nsjail.*4 tries"):
+        grade_all()
 
 
 def test_a_program_whose_jail_always_dies_is_at_fault_if_honest_ones_pass(make_bench: Callable[..., Bench]) -> None:

@@ -1,0 +1,159 @@
+"""Faults on the real parts, one a test: what a person reads, what is left, and that the run goes on from there."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.tasks import Curriculum, load_tasks
+from tests.faults.left import Left
+from tests.small import below, facts, finish, lines_of, make_model, start, wait_for, write_recipe
+
+SLOW_STEPS = ("--set", "rollout.prompts_per_step=48", "--set", "tasks.heldout={}")
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("small")
+    return write_recipe(folder / "recipe.toml", make_model(folder / "model"), run_steps=12)
+
+
+@pytest.fixture(scope="module")
+def expected(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What a run comes to that nothing happened to."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    code, out, errors = finish(start(recipe, folder))
+    assert code == 0, (out, errors)
+    return facts(folder)
+
+
+@pytest.fixture(autouse=True)
+def left() -> Iterator[None]:
+    """Nothing is left after each test."""
+    looking = Left()
+    yield
+    assert looking.nothing(), looking.said
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("needs the right to mount a small file system")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def resumed(recipe: Path, folder: Path, *options: str) -> str:
+    code, out, errors = finish(start(recipe, folder, "--resume", *options))
+    assert code == 0, (out, errors)
+    return out
+
+
+@pytest.mark.parametrize(("room", "word"), [(2_000, "could not be written"), (30_000, "the checkpoint could not be")])
+def test_a_full_disk(recipe: Path, expected: dict[str, Any], small_disk: Path, room: int, word: str) -> None:
+    folder = small_disk / "run"
+    run = start(recipe, folder)
+    wait_for(run, lambda: (folder / "checkpoints" / "step-000002" / "manifest.json").exists())
+    os.kill(run.pid, signal.SIGSTOP)
+    disk = os.statvfs(small_disk)
+    (small_disk / "filler").write_bytes(b"x" * (disk.f_bavail * disk.f_frsize - room))
+    os.kill(run.pid, signal.SIGCONT)
+    code, out, errors = finish(run)
+    assert code == 1, (out, errors)
+    assert word in errors
+    assert "No space left on device" in errors
+    assert "Traceback" not in errors
+    (small_disk / "filler").unlink()
+    assert "is not whole" not in resumed(recipe, folder)
+    assert facts(folder) == expected
+
+
+def test_a_killed_sampler_is_replaced(recipe: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run = start(recipe, folder)
+    wait_for(run, lambda: lines_of(folder) >= 2)
+    os.kill(next(pid for pid, line in below(run.pid).items() if "engine.rollout.worker" in line), signal.SIGKILL)
+    code, out, errors = finish(run)
+    assert code == 0, (out, errors)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 13))
+    assert lines[-1]["perf/sampler_restarts"] == 1
+    assert max(line["sync/canary"] for line in lines) < 1e-3
+
+
+def test_killed_jails_change_no_reward(recipe: Path, expected: dict[str, Any], tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run = start(recipe, folder)
+    for step in (1, 3, 5):
+        wait_for(run, lambda step=step: lines_of(folder) >= step)  # type: ignore[misc]
+        jails = [pid for pid, line in below(run.pid).items() if "nsjail" in line]
+        os.kill(jails[-1], signal.SIGKILL)
+    code, out, errors = finish(run)
+    assert code == 0, (out, errors)
+    assert facts(folder) == expected
+
+
+def test_sigterm_saves_and_the_run_goes_on_to_the_bit(recipe: Path, expected: dict[str, Any], tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run = start(recipe, folder, "--set", "checkpoint.every=0")
+    wait_for(run, lambda: lines_of(folder) >= 3)
+    os.kill(run.pid, signal.SIGTERM)
+    code, out, errors = finish(run)
+    assert code == 0, (out, errors)
+    assert "stopped after step" in out
+    resumed(recipe, folder, "--allow-change", "checkpoint.every")
+    assert facts(folder) == expected
+
+
+def test_ctrl_c_twice_ends_at_once(recipe: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run = start(recipe, folder, *SLOW_STEPS)
+    wait_for(run, lambda: lines_of(folder) >= 1)
+    os.kill(run.pid, signal.SIGINT)
+    assert run.stderr is not None
+    while "stopping" not in run.stderr.readline():
+        assert run.poll() is None
+    os.kill(run.pid, signal.SIGINT)
+    code, out, errors = finish(run)
+    assert code == 130, (out, errors)
+    assert "interrupted" in errors
+    assert not list(folder.glob("checkpoints/*.part"))
+
+
+def test_a_read_only_folder_is_refused_before_anything_is_loaded(recipe: Path, small_disk: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    code, out, errors = finish(start(recipe, small_disk / "run"))
+    assert code == 2, (out, errors)
+    assert str(small_disk) in errors
+    assert len(errors.strip().splitlines()) == 1
+    assert "loading" not in out
+
+
+def test_groups_sampled_ahead_are_sampled_again(recipe: Path, tmp_path: Path) -> None:
+    import gzip
+
+    folder, ahead = tmp_path / "run", ("--set", "rollout.max_lag=2")
+    run = start(recipe, folder, *ahead)
+    wait_for(run, lambda: lines_of(folder) >= 5)
+    run.kill()
+    run.communicate()
+    resumed(recipe, folder, *ahead)
+    trained: Counter[str] = Counter()
+    for step in range(1, 13):
+        with gzip.open(folder / "rollouts" / f"step-{step:06d}.jsonl.gz", "rt") as file:
+            rows = [json.loads(line) for line in file]
+        trained.update(row["task"] for row in rows if row["member"] == 0)
+        assert all(0 <= step - 1 - row["version"] <= 2 for row in rows)
+    taken = Curriculum(load_tasks("generated:train"), seed=3).take(12 * 4)
+    assert trained == Counter(task.id for task in taken)  # none is lost, none comes twice
