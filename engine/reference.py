@@ -57,8 +57,8 @@ def _documented(node: ast.ClassDef) -> dict[str, str]:
     for statement, following in zip(node.body, [*node.body[1:], None], strict=True):
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
             value = following.value if isinstance(following, ast.Expr) else None
-            text = inspect.cleandoc(value.value) if isinstance(value, ast.Constant) else ""
-            found[statement.target.id] = text.replace("\n", " ")
+            text = str(value.value) if isinstance(value, ast.Constant) else ""
+            found[statement.target.id] = inspect.cleandoc(text).replace("\n", " ")
     return found
 
 

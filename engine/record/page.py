@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -133,8 +133,8 @@ def _spread(of: int, most: int) -> set[int]:
     return {round(i * (of - 1) / (most - 1)) for i in range(most)}
 
 
-def _json(path: Path) -> Mapping[str, Any] | None:
-    return json.loads(path.read_text()) if path.is_file() else None  # type: ignore[no-any-return]
+def _json(path: Path) -> Any:
+    return json.loads(path.read_text()) if path.is_file() else None
 
 
 def _finite(value: object) -> float | None:
