@@ -29,12 +29,13 @@ def commands() -> None:
 @click.option("--output", metavar="DIR", help="The run's folder; it must be new or empty, but for --resume.")
 @click.option("--resume", is_flag=True, help="Go on with the run in --output from its newest whole checkpoint.")
 @click.option("--allow-change", "allowed", multiple=True, metavar="KEY", help="May differ on --resume; repeatable.")
+@click.option("--quiet", is_flag=True, help="Print no steps, only warnings and what came out; log.txt has all.")
 @click.option(
     "--dry-run", is_flag=True, help="Print what the run would be: memory, tokens, downloads, the resolved recipe."
 )
 def run(
     recipe_path: Path, overrides: tuple[str, ...], max_steps: int | None, output: str | None, resume: bool,
-    allowed: tuple[str, ...], dry_run: bool,
+    allowed: tuple[str, ...], quiet: bool, dry_run: bool,
 ) -> None:  # fmt: skip
     """Train as RECIPE says.
 
@@ -52,7 +53,7 @@ def run(
             click.echo(line)
         return
     signal.signal(signal.SIGTERM, _terminate)
-    start(recipe, output, resume=resume, allowed=allowed)
+    start(recipe, output, resume=resume, allowed=allowed, quiet=quiet)
 
 
 @commands.command()
@@ -85,6 +86,24 @@ def show(run_path: Path, step: int | None) -> None:
     from engine.record.show import show as show_step
 
     show_step(run_path, step)
+
+
+@commands.command("ls")
+@click.argument("root", metavar="FOLDER", default="runs", type=click.Path(path_type=Path))
+def list_all(root: Path) -> None:
+    """List the runs below FOLDER, runs/ if left out: state, steps, the newest reward and pass rate, held-out gain."""
+    from engine.record.listing import list_runs
+
+    found = list_runs(root)
+    if not found:
+        click.echo(f"{root}: no run is there")
+        return
+    width = max(len(run.name) for run in found)
+    click.echo(f"{'run':{width}}  state    steps  reward   pass  held-out")
+    for run in found:
+        reward, rate = (f"{value:.3f}" if value is not None else "-" for value in (run.reward, run.pass_rate))
+        heldout = f"{run.heldout[0]:.3f} -> {run.heldout[1]:.3f}" if run.heldout else "-"
+        click.echo(f"{run.name:{width}}  {run.state:7}  {run.steps:5}  {reward:>6}  {rate:>5}  {heldout}")
 
 
 @commands.command()

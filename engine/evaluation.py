@@ -24,7 +24,7 @@ from engine.pipeline import Pipeline
 from engine.preflight import require_devices
 from engine.recipe import Recipe, Tasks
 from engine.record.adapter import read_adapter
-from engine.record.folder import hash_tasks
+from engine.record.manifest import hash_tasks
 from engine.reward import Grader
 from engine.rollout import Samplers, render_prompts
 from engine.rollout.messages import Group, Sampling

@@ -17,7 +17,7 @@ from engine.stop import Stop, Stopped
 
 
 def run(
-    recipe: Recipe, folder: Path, snapshot: Snapshot, cores: int, saved: Saved | None = None
+    recipe: Recipe, folder: Path, snapshot: Snapshot, cores: int, saved: Saved | None = None, *, quiet: bool = False
 ) -> dict[str, Any] | None:
     """Train as the recipe says, into `folder`, on from a checkpoint if there is one.
 
@@ -25,7 +25,7 @@ def run(
     """
     with ExitStack() as stack:
         parts = Parts(recipe, folder, snapshot, cores, stack, saved)
-        console = stack.enter_context(Console(recipe.run.steps))
+        console = stack.enter_context(Console(recipe.run.steps, folder / "log.txt", quiet=quiet))
         stop = stack.enter_context(Stop())
         history = parts.record.history
         try:
@@ -41,8 +41,7 @@ def run(
                 history.append(step_metrics(sampled, stats, seconds, canary) | parts.counters())
                 parts.record.metrics(step, history[-1])
                 parts.record.rollouts(f"step-{step:06d}", sampled, parts.tasks)
-                console.step(step, history[-1])
-                console.short_batch(step, sampled, recipe.rollout.prompts_per_step)
+                console.step(history, sampled, recipe.rollout.prompts_per_step)
                 check_gates(recipe.gate, history)
                 stop.check()
                 if recipe.checkpoint.every and step % recipe.checkpoint.every == 0:

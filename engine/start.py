@@ -38,11 +38,13 @@ def check(recipe: Recipe) -> None:
         click.echo(f"ok   {done.name}: {done.detail}")
 
 
-def start(recipe: Recipe, output: str | None, *, resume: bool = False, allowed: Sequence[str] = ()) -> None:
+def start(
+    recipe: Recipe, output: str | None, *, resume: bool = False, allowed: Sequence[str] = (), quiet: bool = False
+) -> None:
     """Check, fetch the model, make the folder, run; then say what came out and what to type next.
 
-    resume: go on with the run in `output`, whose recipe may differ in the keys `allowed`. Raises InputError before the
-    folder is made, and RunError, SandboxError or OSError after.
+    resume: go on with the run in `output`, whose recipe may differ in the keys `allowed`. quiet: no line a step.
+    Raises InputError before the folder is made, and RunError, SandboxError or OSError after.
     """
     folder = choose_folder(recipe, output, resume=resume)
     going_on = resume and folder.exists()
@@ -59,7 +61,7 @@ def start(recipe: Recipe, output: str | None, *, resume: bool = False, allowed: 
         if saved and saved.step >= recipe.run.steps and (folder / "summary.json").exists():
             click.echo(f"{folder}: the run is finished, see its summary.json; more steps: --allow-change run.steps")
             return
-        _run(recipe, folder, snapshot, saved)
+        _run(recipe, folder, snapshot, saved, quiet)
 
 
 def _look(recipe: Recipe) -> tuple[Snapshot, list[str]]:
@@ -78,7 +80,7 @@ def _look(recipe: Recipe) -> tuple[Snapshot, list[str]]:
         raise InputError(str(error)) from None
 
 
-def _run(recipe: Recipe, folder: Path, snapshot: Snapshot, saved: Saved | None) -> None:
+def _run(recipe: Recipe, folder: Path, snapshot: Snapshot, saved: Saved | None, quiet: bool) -> None:
     import torch
     from safetensors import SafetensorError
 
@@ -88,7 +90,7 @@ def _run(recipe: Recipe, folder: Path, snapshot: Snapshot, saved: Saved | None) 
     torch.set_num_threads(recipe.train.threads or cores)
     click.echo(f"run  {folder}: loading vLLM and the trainer")
     try:
-        summary = run(recipe, folder, snapshot, cores, saved)
+        summary = run(recipe, folder, snapshot, cores, saved, quiet=quiet)
     except SafetensorError as error:
         raise RunError(f"{folder}: what was trained could not be written: {error}; go on with --resume") from error
     if summary is None:

@@ -1,13 +1,19 @@
-"""What a person sees of a run: one line a step, live on a terminal, plain elsewhere."""
+"""What a person sees of a run: one line a step, live on a terminal, plain elsewhere; all of it in log.txt too."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import collections
+import re
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import IO
 
 import rich.console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from engine.record.health import Health
 from engine.types import Gain, Sampled, SuiteResult
 
 COLUMNS = (
@@ -22,16 +28,23 @@ COLUMNS = (
     ("train", "time/train", ".1f"),
     ("sync", "time/sync", ".2f"),
 )
+_MARKUP = re.compile(r"(?<!\\)\[/?bold\]")
 
 
 class Console:
-    """Prints a run's progress; a bar with the time left stands below the lines where there is a terminal."""
+    """Prints a run's progress; a bar with the time left stands below the lines where there is a terminal.
 
-    def __init__(self, steps: int) -> None:
+    Each line also goes to the run's log, with the time and a word that greps well: run, step, sandbox, health.
+    """
+
+    def __init__(self, steps: int, log: Path, *, quiet: bool = False) -> None:
+        """quiet: print no steps, only warnings and what came out."""
         self._console = rich.console.Console(highlight=False)
         self._width = len(str(steps))
-        self._steps = steps
+        self._quiet = quiet
         self._headed = False
+        self._health = Health()
+        self._log: IO[str] = log.open("a", encoding="utf-8")
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -39,7 +52,7 @@ class Console:
             TimeRemainingColumn(),
             console=self._console,
             transient=True,
-            disable=not self._console.is_terminal,
+            disable=quiet or not self._console.is_terminal,
         )
         self._bar = self._progress.add_task("training", total=steps)
 
@@ -49,23 +62,35 @@ class Console:
 
     def __exit__(self, *exception: object) -> None:
         self._progress.stop()
+        self._log.close()
 
     def say(self, text: str) -> None:
         """A line of its own."""
-        self._console.print(escape(text), soft_wrap=True)
+        self._line("run", escape(text))
 
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The line of a step."""
+    def step(self, history: Sequence[Mapping[str, float]], sampled: Sampled, wanted: int) -> None:
+        """The line of the newest step; a word where fewer than `wanted` groups were trained, and warnings."""
+        step, metrics = len(history), history[-1]
         if not self._headed:
             self._headed = True
             heads = [f"{head:>{_width(head)}}" for head, _, _ in COLUMNS]
-            self._console.print(f"[bold]{'step':>{self._width + 5}} {' '.join(heads)}[/bold]", soft_wrap=True)
+            self._line("step", f"[bold]{'step':>{self._width + 5}} {' '.join(heads)}[/bold]", printed=not self._quiet)
         cells = [f"{metrics[key]:>{_width(head)}{form}}" for head, key, form in COLUMNS]
-        self._console.print(f"{step:>{self._width + 5}} {' '.join(cells)}", soft_wrap=True)
+        self._line("step", f"{step:>{self._width + 5}} {' '.join(cells)}", printed=not self._quiet)
         self._progress.update(self._bar, completed=step)
+        self._verdicts(step, sampled, metrics)
+        self._short_batch(step, sampled, wanted)
+        for line in self._health.look(history):
+            self._line("health", escape(line))
 
-    def short_batch(self, step: int, sampled: Sampled, wanted: int) -> None:
-        """Say so where sampling came to its bound before the batch was full."""
+    def _verdicts(self, step: int, sampled: Sampled, metrics: Mapping[str, float]) -> None:
+        """For the log alone: how many of each verdict, and what had to be run again."""
+        counts = collections.Counter(item.verdict.verdict for group in sampled.groups for item in group)
+        said = ", ".join(f"{count} {name}" for name, count in counts.most_common())
+        retries = metrics["perf/sandbox_retries"]
+        self._line("sandbox", f"step {step}: {counts.total()} judged: {said}; {retries:.0f} retries", printed=False)
+
+    def _short_batch(self, step: int, sampled: Sampled, wanted: int) -> None:
         if len(sampled.trained) < wanted:
             self.say(
                 f"step {step}: {len(sampled.trained)} of {wanted} groups have a signal after sampling "
@@ -81,13 +106,16 @@ class Console:
 
     def gain(self, name: str, before: float, after: float, gain: Gain) -> None:
         """Before, after and the interval between them."""
-        self._console.print(
-            f"[bold]{name}[/bold]: {before:.3f} -> {after:.3f}, "
-            f"gain {gain.mean:+.3f}, 95% interval [{gain.low:+.3f}, {gain.high:+.3f}]".replace(
-                "95% interval [", "95% interval \\["
-            ),
-            soft_wrap=True,
-        )
+        interval = escape(f"[{gain.low:+.3f}, {gain.high:+.3f}]")
+        rates = f"{before:.3f} -> {after:.3f}"
+        self._line("run", f"[bold]{escape(name)}[/bold]: {rates}, gain {gain.mean:+.3f}, 95% interval {interval}")
+
+    def _line(self, word: str, markup: str, *, printed: bool = True) -> None:
+        if printed:
+            self._console.print(markup, soft_wrap=True)
+        text = _MARKUP.sub("", markup).replace("\\[", "[").strip()
+        self._log.write(f"{datetime.now():%Y-%m-%d %H:%M:%S} {word}: {text}\n")
+        self._log.flush()
 
 
 def _width(head: str) -> int:

