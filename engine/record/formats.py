@@ -206,8 +206,8 @@ def _merged(trained: Trained, base: Snapshot, dtype: str | None, folder: Path) -
     share = done.unmoved / done.weights
     lines = [
         f"{done.layers} layers are W + {trained.scale:g} B A, summed in fp32, written as {kinds}",
-        f"{share:.1%} of their weights stayed as they were, because the change is smaller than a step of {kinds}"
-        + ("" if share == 0 else "; a peft export keeps it all"),
+        f"{share:.1%} of their weights did not move in the cast to {kinds}"
+        + (": their change is smaller than one of its steps; a peft export keeps it" if share else ""),
     ]
     if done.untied:
         lines.append(

@@ -121,6 +121,7 @@ def main() -> None:
 
     longest = max(map(len, request["texts"])) + 1
     on_cpu = request["device"] == "cpu"
+    memory: dict[str, Any] = {"kv_cache_memory_bytes": KV_CACHE_BYTES} if on_cpu else {}
     llm = LLM(
         model=request["model"],
         skip_tokenizer_init=True,
@@ -135,7 +136,7 @@ def main() -> None:
         max_loras=1,
         max_lora_rank=request["rank"],
         disable_log_stats=True,
-        **({"kv_cache_memory_bytes": KV_CACHE_BYTES} if on_cpu else {}),
+        **memory,
     )
     answer: list[dict[str, Any]] = [{"scores": [_score(llm, text, None) for text in request["texts"]]}]
     for number, path in enumerate(request["adapters"], start=1):
