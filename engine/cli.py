@@ -276,6 +276,55 @@ def tasks_split(
         click.echo(line)
 
 
+@commands.command("export")
+@click.argument("run_path", metavar="RUN", type=click.Path(path_type=Path))
+@click.option("--format", "form", required=True, metavar="peft|merged|sglang", help="Which programs are to load it.")
+@click.option("--step", type=click.IntRange(min=1), help="A checkpoint's; the end of the run if left out.")
+@click.option("--prefix", help="Of the layers: model.layers, or model.language_model.layers for a multimodal model.")
+@click.option("--dtype", metavar="float32|bfloat16|float16", help="Of a merged model; the base's if left out.")
+@click.option("--out", type=click.Path(path_type=Path), help="A new or empty folder; RUN/exports/... if left out.")
+@click.option("--model", "source", metavar="SOURCE", help="Where the base model is now, if not where it was.")
+@click.option("--any-base", is_flag=True, help="Take the base model although its hash is another one.")
+def export_command(
+    run_path: Path, form: str, step: int | None, prefix: str | None, dtype: str | None, out: Path | None,
+    source: str | None, any_base: bool,
+) -> None:  # fmt: skip
+    """Write what RUN trained for PEFT and vLLM, as a merged model, or for SGLang. RUN may be an adapter's folder."""
+    from engine.record.formats import export
+
+    done = export(run_path, form, step=step, prefix=prefix, dtype=dtype, out=out, source=source, any_base=any_base)
+    for line in (*done.lines, f"{form}: {done.folder}"):
+        click.echo(line)
+
+
+@commands.command("check")
+@click.argument("run_path", metavar="ADAPTER|RUN", type=click.Path(path_type=Path))
+@click.option("--step", type=click.IntRange(min=1), help="A checkpoint's; the end of the run if left out.")
+@click.option("--model", "source", metavar="SOURCE", help="Where the base model is now, if not where it was.")
+@click.option("--any-base", is_flag=True, help="Take the base model although its hash is another one.")
+@click.option("--tasks", metavar="SOURCE", help="Score its prompts and references; a few built-in texts if left out.")
+@click.option("--tokens", type=click.IntRange(min=2), default=512, show_default=True, help="At most, in all texts.")
+@click.option("--device", default="cpu", show_default=True, help="Where vLLM and the trainer compute, in turn.")
+@click.option(
+    "--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True, help="Of vLLM."
+)
+def check_command(
+    run_path: Path, step: int | None, source: str | None, any_base: bool, tasks: str | None, tokens: int,
+    device: str, dtype: str,
+) -> None:  # fmt: skip
+    """Compare log-probs that vLLM serves from an adapter's folder with the trainer's; exit 1 unless they agree."""
+    from engine.check import check
+
+    found = check(
+        run_path, step=step, source=source, any_base=any_base, tasks=tasks, tokens=tokens, device=device, dtype=dtype
+    )
+    for line in found.lines():
+        click.echo(line)
+    if reason := found.failure():
+        raise RunError(reason)
+    click.echo("ok: what is served is what was trained")
+
+
 def main() -> None:
     """Run a command; failures on purpose become one message and an exit code, 2 for bad input, 1 for a failed run."""
     try:

@@ -78,7 +78,7 @@ class Sampler:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "engine.rollout.worker", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
-            env=_environment(config.device, threads),
+            env=child_environment(config.device, threads),
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=subprocess.STDOUT,
@@ -228,8 +228,8 @@ class Sampler:
         )
 
 
-def _environment(device: str, threads: int) -> dict[str, str]:
-    """The child's environment: offline, quiet, and threads that sleep instead of spin when they wait."""
+def child_environment(device: str, threads: int) -> dict[str, str]:
+    """Of a child that runs vLLM: offline, quiet, and threads that sleep instead of spin when they wait."""
     environment = dict(os.environ)
     environment |= {
         "HF_HUB_OFFLINE": "1",
