@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from engine import recipe_file
 from engine.errors import InputError, RunError
-from engine.recipe import Lora
+from engine.recipe import Lora, Tasks
 from engine.record.trained import Trained, base_of, by_base_names, outline, read
 from engine.rollout import render_prompts
 from engine.rollout.served import Scores, Served, serve
@@ -230,13 +230,13 @@ def _texts(base: Snapshot, trained: Trained, source: str | None, tokens: int) ->
 
 def _task_texts(tasks: Sequence[Task], tokenizer: Any, recipe_path: Path | None) -> list[tuple[int, ...]]:
     """Prompts as the run's recipe renders them, without one as chat where the model has a template."""
-    style, template = "chat" if tokenizer.chat_template else "raw", {}
     if recipe_path is not None:
-        section = recipe_file.load(recipe_path).tasks
-        style, template = section.prompt, dict(section.chat_template)
-    prompts = render_prompts(tasks[:TEXT_TOKENS], tokenizer, style=style, template=template, limit=1 << 20)
+        how = recipe_file.load(recipe_path).tasks
+    else:
+        how = Tasks(train="", prompt="chat" if tokenizer.chat_template else "raw")
+    prompts = render_prompts(tasks[:TEXT_TOKENS], tokenizer, how, limit=1 << 20)
     answers = [tokenizer(task.reference or "", add_special_tokens=False)["input_ids"] for task in tasks]
-    return [(*prompt, *answer) for prompt, answer in zip(prompts, answers, strict=False)]
+    return [(*prompt.ids, *answer) for prompt, answer in zip(prompts, answers, strict=False)]
 
 
 def _difference(a: Scores, b: Scores) -> Difference:

@@ -23,8 +23,8 @@ from engine.parts import sampler_config, seed_of
 from engine.pipeline import Pipeline
 from engine.preflight import require_devices
 from engine.recipe import Recipe, Tasks
-from engine.record.adapter import read_adapter
 from engine.record.manifest import hash_tasks
+from engine.record.trained import by_base_names, outline
 from engine.reward import Grader
 from engine.rollout import Samplers, render_prompts
 from engine.rollout.messages import Group, Sampling
@@ -164,7 +164,7 @@ def _answer(
         grader = stack.enter_context(closing(Grader(recipe.sandbox, recipe.reward)))
         samplers.wait_ready()
         if subject.adapter is not None:
-            _install(samplers, subject.adapter, prompts[suites[0].name][0].ids, stack)
+            _install(samplers, subject, prompts[suites[0].name][0].ids, stack)
         asked = {
             number: (suite, task, prompt)
             for number, (suite, task, prompt) in enumerate(
@@ -199,19 +199,22 @@ def _answer(
             progress(suite.name, len(results.answers(suite.name)), len(suite.tasks) * wanted)
 
 
-def _install(samplers: Samplers, adapter: Path, ids: tuple[int, ...], stack: ExitStack) -> None:
+def _install(samplers: Samplers, subject: Subject, ids: tuple[int, ...], stack: ExitStack) -> None:
     """Install the adapter in every sampler. Raises RunError where that changes nothing of what they say."""
-    factors, scale = read_adapter(adapter)
-    shared = stack.enter_context(
-        closing(SharedTensors({name: (a.shape, b.shape) for name, (a, b) in factors.items()}, scale))
-    )
+    adapter = subject.adapter
+    assert adapter is not None
+    factors = by_base_names(adapter, subject.snapshot, outline(subject.snapshot.folder))
+    shapes = {name: (a.shape, b.shape) for name, (a, b) in factors.items()}
+    shared = stack.enter_context(closing(SharedTensors(shapes, adapter.scale)))
     before = samplers.scores(ids)
     samplers.bind(shared.address)
     shared.write(factors)
     samplers.install(1)
     trained = any(bool(b.any()) for _, b in factors.values())
     if trained and samplers.scores(ids) == before:
-        raise RunError(f"{adapter}: installing it changed no log-prob of {len(ids)} tokens: it has not been applied")
+        raise RunError(
+            f"{adapter.folder}: installing it changed no log-prob of {len(ids)} tokens: it has not been applied"
+        )
 
 
 def _asked(how: Tasks) -> dict[str, Any]:

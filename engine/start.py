@@ -99,7 +99,8 @@ def _run(recipe: Recipe, folder: Path, snapshot: Snapshot, saved: Saved | None, 
     for what in ("adapter", "model"):
         if what in summary:
             click.echo(f"{what + ':':8} {summary[what]}")
-    click.echo(f"next:    rlvr show {folder}    or    tensorboard --logdir {folder / 'tensorboard'}")
+    board = f"tensorboard --logdir {folder / 'tensorboard'}"
+    click.echo(f"next:    rlvr show {folder}    or    rlvr report {folder}    or    {board}")
 
 
 def _what(recipe: Recipe, trained: list[str]) -> str:

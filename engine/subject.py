@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from engine import recipe_file
 from engine.errors import InputError
 from engine.recipe import Model, Recipe, Rollout, Run, Tasks
+from engine.record.trained import CONFIG, Trained, base_of, read
 from engine.snapshot import Snapshot, check_source, hash_folder, resolve
 
 DEFAULT_TOKENS = 1024
@@ -22,8 +22,8 @@ class Subject:
     name: str
     recipe: Recipe
     snapshot: Snapshot
-    adapter: Path | None = None
-    """A folder in PEFT's format, for the snapshot's model."""
+    adapter: Trained | None = None
+    """For the snapshot's model."""
     step: int | None = None
     home: Path | None = None
     """The run's folder, where there is one."""
@@ -34,7 +34,7 @@ class Subject:
             "name": self.name,
             "source": self.snapshot.source,
             "sha256": self.snapshot.sha256,
-            "adapter_sha256": hash_folder(self.adapter) if self.adapter else None,
+            "adapter_sha256": hash_folder(self.adapter.folder) if self.adapter else None,
             "step": self.step,
         }
 
@@ -55,13 +55,13 @@ def find_subject(
         return _of_run(folder, recipe_file.load(folder / "recipe.toml", overrides), step, base)
     if step is not None or base:
         raise InputError(f"{given} is no run (it has no recipe.toml): --step and --base go with one")
-    if (folder / "adapter_config.json").is_file():
-        info = _info(folder)
-        settings = _settings(recipe, overrides, info["base_model"], sha256)
-        return _with_adapter(folder.resolve().name, settings, folder, None)
+    if (folder / CONFIG).is_file():
+        trained = read(folder, None)
+        settings = _settings(recipe, overrides, str(trained.info["base_model"]), sha256)
+        return _with_adapter(folder.resolve().name, settings, trained, None)
     settings = _settings(recipe, overrides, given, sha256)
     snapshot = resolve(settings.model.source, settings.model.sha256)
-    return Subject(folder.name if folder.is_dir() else given, settings, snapshot)
+    return Subject(folder.resolve().name if folder.is_dir() else given, settings, snapshot)
 
 
 def _settings(recipe: Path | None, overrides: tuple[str, ...], source: str, sha256: str) -> Recipe:
@@ -85,44 +85,14 @@ def _of_run(folder: Path, recipe: Recipe, step: int | None, base: bool) -> Subje
     name = recipe.run.name
     if base:
         return Subject(f"{name}, base", recipe, resolve(recipe.model.source, recipe.model.sha256), home=folder)
-    place = folder / "checkpoints" / f"step-{step:06d}" if step is not None else folder
+    trained = read(folder, step)
     label = f"{name}, step {step}" if step is not None else name
-    if recipe.full is not None:
-        model = place / "model"
-        if not (model / "config.json").is_file():
-            raise InputError(f"{model}: no model is there{_steps(folder)}")
-        return Subject(label, recipe, Snapshot(str(model), model, hash_folder(model)), step=step, home=folder)
-    adapter = place / "adapter"
-    if not (adapter / "adapter_config.json").is_file():
-        raise InputError(f"{adapter}: no adapter is there{_steps(folder)}")
-    return _with_adapter(label, recipe, adapter, folder)
+    if trained.factors is not None:
+        return _with_adapter(label, recipe, trained, folder)
+    model = Snapshot(str(trained.folder), trained.folder, hash_folder(trained.folder))
+    return Subject(label, recipe, model, step=trained.info["step"], home=folder)
 
 
-def _with_adapter(name: str, recipe: Recipe, adapter: Path, home: Path | None) -> Subject:
-    info = _info(adapter)
-    snapshot = resolve(recipe.model.source, recipe.model.sha256)
-    if info["base_model_sha256"] != snapshot.sha256:
-        raise InputError(
-            f"{adapter} was trained on {info['base_model']} (sha256 {info['base_model_sha256'][:12]}), but "
-            f"{snapshot.source} is another model (sha256 {snapshot.sha256[:12]})"
-        )
-    return Subject(name, recipe, snapshot, adapter, info["step"], home)
-
-
-def _info(adapter: Path) -> dict[str, Any]:
-    path = adapter / "training_info.json"
-    try:
-        info: dict[str, Any] = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise InputError(f"{path} is missing: it says which base model the adapter belongs to") from None
-    except ValueError as error:
-        raise InputError(f"{path}: not valid JSON: {error}") from None
-    missing = {"base_model", "base_model_sha256", "step"} - info.keys()
-    if missing:
-        raise InputError(f"{path} lacks {', '.join(sorted(missing))}")
-    return info
-
-
-def _steps(folder: Path) -> str:
-    found = sorted(int(p.name.removeprefix("step-")) for p in (folder / "checkpoints").glob("step-*"))
-    return f"; there are checkpoints of the steps {', '.join(map(str, found))}" if found else "; it has no checkpoints"
+def _with_adapter(name: str, recipe: Recipe, trained: Trained, home: Path | None) -> Subject:
+    snapshot = base_of(trained, recipe.model.source, any_base=False)
+    return Subject(name, recipe, snapshot, trained, trained.info["step"], home)
