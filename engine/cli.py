@@ -15,6 +15,8 @@ from engine import recipe_file
 from engine.errors import InputError, RunError
 from sandbox import SandboxError
 
+VERDICTS = ("AC", "WA", "TLE", "MLE", "OLE", "RE", "CE", "NO_CODE", "INFRA")
+
 
 @click.group()
 @click.version_option(package_name="rlvr")
@@ -81,11 +83,23 @@ def doctor() -> None:
 @commands.command()
 @click.argument("run_path", metavar="RUN", type=click.Path(path_type=Path))
 @click.option("--step", type=click.IntRange(min=1), help="Which step; the newest if left out.")
-def show(run_path: Path, step: int | None) -> None:
-    """Print the prompts, completions, verdicts, rewards and advantages of a step of RUN."""
+@click.option("--task", metavar="PART", help="Only tasks whose name has this in it.")
+@click.option("--verdict", type=click.Choice(VERDICTS), help="Only completions with this verdict.")
+@click.option("--reward", metavar="LOW:HIGH", help="Only rewards from LOW to HIGH; either may be left out.")
+@click.option("--side-by-side", is_flag=True, help="A group's completions beside each other, as they stand.")
+def show(
+    run_path: Path, step: int | None, task: str | None, verdict: str | None, reward: str | None, side_by_side: bool
+) -> None:
+    """Print the prompts, completions, verdicts, rewards and advantages of a step of RUN.
+
+    Tokens that trainer and sampler disagree about are coloured: red where the trainer finds them less likely, blue
+    where it finds them more likely.
+    """
+    from engine.record.show import Wanted, reward_range
     from engine.record.show import show as show_step
 
-    show_step(run_path, step)
+    low, high = reward_range(reward) if reward is not None else (None, None)
+    show_step(run_path, step, Wanted(task or "", verdict, low, high), side_by_side=side_by_side)
 
 
 @commands.command("ls")

@@ -40,7 +40,7 @@ def run(
                     canary = parts.sync(version=step, changed=not stats.skipped)
                 history.append(step_metrics(sampled, stats, seconds, canary) | parts.counters())
                 parts.record.metrics(step, history[-1])
-                parts.record.rollouts(f"step-{step:06d}", sampled, parts.tasks)
+                parts.record.rollouts(f"step-{step:06d}", sampled, parts.tasks, stats.gaps)
                 console.step(history, sampled, recipe.rollout.prompts_per_step)
                 check_gates(recipe.gate, history)
                 stop.check()

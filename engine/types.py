@@ -159,6 +159,9 @@ class StepStats:
     """What weights and step were to take on the trainer's device, MiB; 0 where `Trainer.require_room` did not look."""
     memory_peak_mb: float
     """What they took at their height: tensors on CUDA, on a CPU the process's growth since before the weights."""
+    gaps: Mapping[int, tuple[tuple[int, float], ...]] = field(default_factory=dict)
+    """The tokens that trainer and sampler disagree about most, trainer - sampler in nats by token index, of each
+    completion that has any; by the completion's number among those of the trained groups."""
 
 
 @dataclass(frozen=True, slots=True)

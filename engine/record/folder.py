@@ -124,17 +124,20 @@ class RunFolder:
         name: str,
         sampled: Sampled,
         tasks: Mapping[str, Task],
+        gaps: Mapping[int, tuple[tuple[int, float], ...]] | None = None,
     ) -> None:
-        """rollouts/<name>.jsonl.gz: every completion with what became of it."""
-        trained = set(sampled.trained)
+        """rollouts/<name>.jsonl.gz: every completion with what became of it; gaps: as in `StepStats`."""
+        numbers = ((index, member) for index in sampled.trained for member, _ in enumerate(sampled.groups[index]))
+        trained = {place: (gaps or {}).get(number, ()) for number, place in enumerate(numbers)}
         with (
             _aside(self.path / "rollouts" / f"{name}.jsonl.gz") as path,
             gzip.open(path, "wt", compresslevel=5) as file,
         ):
             for index, (group, row) in enumerate(zip(sampled.groups, sampled.advantages, strict=True)):
-                for graded, advantage in zip(group, row, strict=True):
+                for member, (graded, advantage) in enumerate(zip(group, row, strict=True)):
                     line = _rollout(graded, advantage, tasks[graded.completion.task_id])
-                    file.write(json.dumps({**line, "trained": index in trained}) + "\n")
+                    more = {"trained": (index, member) in trained, "gaps": trained.get((index, member), ())}
+                    file.write(json.dumps(line | more) + "\n")
         if name.startswith("step-"):
             self._board.rollouts(int(name.removeprefix("step-")), sampled)
 

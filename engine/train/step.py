@@ -23,6 +23,8 @@ from engine.train.policy import Policy
 from engine.types import Batch, Graded, StepStats
 
 NON_FINITE_STEPS = 10
+GAPS, LEAST_GAP = 16, 0.01
+"""Tokens of a completion that are kept as gaps at most, and the least difference in nats that is one."""
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 """AdamW's state of a parameter."""
 
@@ -165,7 +167,8 @@ class Trainer:
         """The trainable completions of each update: groups in their order, whole."""
         updates = min(self._recipe.optim.updates, len(groups))
         cuts = [len(groups) * i // updates for i in range(updates + 1)] if updates else [0]
-        return [self._trainable(groups[a:b], advantages[a:b]) for a, b in pairwise(cuts)]
+        sizes = [len(group) for group in groups]
+        return [self._trainable(groups[a:b], advantages[a:b], sum(sizes[:a])) for a, b in pairwise(cuts)]
 
     def _plan(self, chosen: Sequence[Trained]) -> _Update:
         # Without KL and entropy a group without a signal has no gradient: it stays in the counts, out of the forward.
@@ -189,13 +192,15 @@ class Trainer:
         self._apply(norm)
         return parts, float(norm)
 
-    def _trainable(self, groups: Sequence[Sequence[Graded]], advantages: Sequence[Sequence[float]]) -> list[Trained]:
+    def _trainable(
+        self, groups: Sequence[Sequence[Graded]], advantages: Sequence[Sequence[float]], first: int
+    ) -> list[Trained]:
         members = [
             (g, a) for group, row in zip(groups, advantages, strict=True) for g, a in zip(group, row, strict=True)
         ]
         return [
             Trained(graded.completion, advantage, sequence)
-            for sequence, (graded, advantage) in enumerate(members)
+            for sequence, (graded, advantage) in enumerate(members, first)
             if graded.reward is not None and not (self._recipe.loss.mask_truncated and graded.completion.truncated)
         ]
 
@@ -300,6 +305,7 @@ class Trainer:
             non_finite=sum(not math.isfinite(norm) for norm in norms),
             memory_predicted_mb=predicted_mb,
             memory_peak_mb=peak_mb,
+            gaps=_largest_gaps(gap, torch.cat([part.rows.sequences for part in parts])),
         )
 
 
@@ -346,6 +352,17 @@ def learning_rate_factor(step: int, steps: int, warmup: int, schedule: str) -> f
     if schedule == "linear":
         return 1 - done
     return (1 + math.cos(math.pi * done)) / 2 if schedule == "cosine" else 1.0
+
+
+def _largest_gaps(gap: torch.Tensor, sequences: torch.Tensor) -> dict[int, tuple[tuple[int, float], ...]]:
+    """See `StepStats.gaps`; gap and sequences are `[N]`, a completion's rows in its tokens' order."""
+    far = gap.abs() >= LEAST_GAP
+    found = {}
+    for sequence in sequences[far].unique().tolist():
+        own = gap[sequences == sequence]
+        at = own.abs().topk(min(GAPS, int((own.abs() >= LEAST_GAP).sum()))).indices.sort().values
+        found[sequence] = tuple(zip(at.tolist(), own[at].tolist(), strict=True))
+    return found
 
 
 def _nothing_trained(lr: float) -> StepStats:

@@ -11,7 +11,7 @@ from engine.recipe import Lora
 from engine.record import RunFolder, choose_folder, create_folder, step_metrics
 from engine.record.export import export_adapter
 from engine.record.folder import FolderError
-from engine.record.show import ShowError, show
+from engine.record.show import ShowError, Wanted, reward_range, show
 from engine.snapshot import Snapshot
 from engine.types import Sampled, StepStats, Task
 from sandbox import StdinTests
@@ -41,7 +41,7 @@ def test_a_run_folder_holds_what_it_was_given(tmp_path: Path, capsys: pytest.Cap
     record = RunFolder(folder, RECIPE, Snapshot("somewhere", tmp_path, "beef"), {"train": list(TASKS.values())})
     metrics = step_metrics(SAMPLED, STATS, {"sample": 2.0, "train": 1.0}, 1e-6)
     record.metrics(1, metrics)
-    record.rollouts("step-000001", SAMPLED, TASKS)
+    record.rollouts("step-000001", SAMPLED, TASKS, {1: ((0, -0.7),)})
     record.summary({"steps": 1})
     record.close()
     assert json.loads((folder / "metrics.jsonl").read_text()) == {"step": 1, **metrics}
@@ -56,12 +56,32 @@ def test_a_run_folder_holds_what_it_was_given(tmp_path: Path, capsys: pytest.Cap
         ("task-0", 0, 1.0, 0.5, True), ("task-0", 1, 0.0, -0.5, True),
         ("task-1", 0, 0.5, 0.0, False), ("task-1", 1, None, 0.0, False),
     ]  # fmt: skip
+    assert [r["gaps"] for r in rows] == [[], [[0, -0.7]], [], []]
     assert list((folder / "tensorboard").glob("events*"))
     show(folder, None)
     shown = capsys.readouterr().out
     assert all(text in shown for text in ("print [b]x[/b]:", "[red]1", "reward masked", "+0.500"))
     with pytest.raises(ShowError, match="no step 7"):
         show(folder, 7)
+    show(folder, 1, Wanted(verdict="AC", low=0.5))
+    shown = capsys.readouterr().out
+    assert "1 of 4 completions" in shown
+    assert "reward masked" not in shown
+    show(folder, 1, Wanted(task="no such"), side_by_side=True)
+    assert "0 of 4 completions" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "bounds"), [("0.5:1", (0.5, 1.0)), (":0", (None, 0.0)), ("-1:", (-1.0, None)), (":", (None, None))]
+)
+def test_reward_ranges(text: str, bounds: tuple[float | None, float | None]) -> None:
+    assert reward_range(text) == bounds
+
+
+@pytest.mark.parametrize("text", ["1", "a:b", "0.5-1"])
+def test_other_reward_ranges_are_refused(text: str) -> None:
+    with pytest.raises(ShowError, match="LOW:HIGH"):
+        reward_range(text)
 
 
 def test_metrics_leave_infra_out_of_the_reward_and_count_it() -> None:

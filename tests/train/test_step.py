@@ -181,6 +181,21 @@ def test_the_temperature_divides_the_logits(tiny_model: Path) -> None:
     assert mismatch(1.0) > 1e-3
 
 
+@pytest.mark.parametrize("updates", [1, 3])
+def test_the_largest_gaps_are_kept_by_completion_and_token(tiny_model: Path, updates: int) -> None:
+    trainer = Trainer(recipe_for(optim={"updates": updates, "lr": 1e-3}, train={"token_budget": 64}), tiny_model)
+    data = groups(MIXED)
+    numbered = [item for group in data for item in group]
+    stats = trainer.step(data, trainer.advantages(data), 1)
+    assert max(stats.gaps) >= len(data[0]) + len(data[1])  # of the last group, in whichever update it was
+    for number, gaps in stats.gaps.items():
+        completion = numbered[number].completion
+        assert [at for at, _ in gaps] == sorted({at for at, _ in gaps})
+        assert all(0 <= at < len(completion.token_ids) and abs(gap) >= 0.01 for at, gap in gaps)
+    largest = max(abs(gap) for gaps in stats.gaps.values() for _, gap in gaps)
+    assert largest == pytest.approx(stats.mismatch_max)
+
+
 def test_a_gradient_that_is_no_number_is_skipped_and_ten_in_a_row_stop(tiny_model: Path) -> None:
     trainer = Trainer(recipe_for(), tiny_model)
     data = groups(MIXED)
