@@ -13,7 +13,7 @@ from tests.faults.left import Left
 from tests.small import facts, finish, lines_of, make_model, start, wait_for, write_recipe
 
 KILLS = 20
-STEPS = 110
+STEPS = 70
 SEED = int(os.environ.get("RLVR_FAULTS_SEED", "1"))
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from engine.errors import RunError
-from engine.train.memory import Allocations, Gauge
+from engine.train.memory import Allocations, Gauge, out_of_memory
 from engine.train.step import Trainer
 from tests.conftest import completion, graded
 from tests.train.test_step import recipe_for
@@ -86,3 +90,36 @@ def test_the_gauge_sees_what_comes_and_goes() -> None:
     high = gauge.height_mb()
     gauge.clear()
     assert high - gauge.height_mb() == pytest.approx(256, abs=64)  # the kernel counts roughly
+
+
+OUT_OF_MEMORY = """
+import resource, sys
+from pathlib import Path
+from engine.train.step import Trainer
+from tests.conftest import completion, graded
+from tests.train.test_step import recipe_for
+
+budget, room_mb = int(sys.argv[2]), int(sys.argv[3])
+trainer = Trainer(recipe_for(train={"token_budget": budget}), Path(sys.argv[1]))
+trainer.require_room()
+data = [[graded(completion(g, m, (1, 2, 3), tuple(range(100)) * 4), float(m % 2)) for m in range(4)] for g in range(8)]
+pages = int(Path("/proc/self/statm").read_text().split()[0])
+resource.setrlimit(resource.RLIMIT_AS, ((pages << 12) + (room_mb << 20), resource.RLIM_INFINITY))
+trainer.step(data, trainer.advantages(data), 1)
+"""
+
+
+def test_a_step_that_runs_out_of_memory_says_what_to_lower(wide_model: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", OUT_OF_MEMORY, str(wide_model), "8192", "40"],
+        capture_output=True, text=True, timeout=200,
+        env={**os.environ, "PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    words = "train.token_budget = 8192: lower it to 4096, or set train.checkpointing = true; .*--resume"
+    assert re.search(f"RunError: the trainer ran out of memory on cpu .*{words}", done.stderr), done.stderr
+
+
+def test_a_completion_longer_than_the_budget_is_the_thing_to_shorten() -> None:
+    recipe = recipe_for(train={"token_budget": 64, "checkpointing": True})
+    error = out_of_memory("no memory", 403, recipe, None, torch.device("cpu"))
+    assert "one completion with its prompt takes 403: lower rollout.max_tokens = 8; then" in str(error)
