@@ -9,7 +9,7 @@ import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
@@ -114,7 +114,7 @@ def grpo_trainer(
     )
     lora = LoraConfig(
         r=recipe.lora.rank,
-        lora_alpha=recipe.lora.alpha,
+        lora_alpha=cast(int, recipe.lora.alpha),  # its type says int, its arithmetic takes any number
         use_rslora=recipe.lora.rslora,
         target_modules=list(recipe.lora.targets),
         lora_dropout=0.0,

@@ -21,6 +21,10 @@ python -m sglang.launch_server --model-path {base} --enable-lora --lora-paths tr
     --lora-target-modules all --max-lora-rank {rank}
 ```
 with `"lora_path": "trained"` in each request."""
+SPLIT = (
+    " Where the base has fused Gated DeltaNet projections (`in_proj_qkv`), SGLang wants "
+    "`rlvr export --format sglang` instead."
+)
 WHOLE = """```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -48,16 +52,10 @@ def card(info: Mapping[str, Any]) -> str:
     elif form == "sglang":
         what, ways = "A LoRA adapter", {"SGLang": SGLANG}
     else:
-        what, ways = "A LoRA adapter", {"PEFT": PEFT, "vLLM": VLLM, "SGLang": SGLANG + _SPLIT}
+        what, ways = "A LoRA adapter", {"PEFT": PEFT, "vLLM": VLLM, "SGLang": SGLANG + SPLIT}
         ways["To be sure"] = CHECK
     served = next((r for r in VLLM_RANKS if rank and r >= rank), rank)
     sections = [f"## {name}\n\n{text.format(base=loadable, rank=served)}" for name, text in ways.items()]
     head = f"---\nbase_model: {loadable}\nlibrary_name: {'transformers' if form == 'merged' else 'peft'}\n---"
     title = f"# {what} trained with rlvr, for {loadable}"
     return "\n\n".join([head, title, "\n".join(facts), *sections]) + "\n"
-
-
-_SPLIT = (
-    " Where the base has fused Gated DeltaNet projections (`in_proj_qkv`), SGLang wants "
-    "`rlvr export --format sglang` instead."
-)

@@ -149,6 +149,7 @@ def _adapter(
     save_file(tensors, folder / TENSORS, metadata={"format": "pt"})
     config = {**trained.config, **_base_name(str(trained.info["base_model"])), "target_modules": own}
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    shutil.copymode(folder / CONFIG, folder / TENSORS)  # safetensors gives its files to their owner alone
     lines.insert(0, f"{len(factors)} layers, {len(tensors)} tensors in fp32, rank {trained.config['r']}")
     found = next((p for name in factors if (p := layers_prefix(name))), "")
     return lines, {"rank": trained.config["r"], "prefix": found}

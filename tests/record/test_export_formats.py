@@ -19,6 +19,7 @@ from engine.record.formats import export
 from engine.snapshot import Snapshot
 from tests.record.trained_tiny import KINDS, Made, gap, load_any, logits, make, make_base, save
 from tests.rollout.tiny import RANK, SCALE, factors, load, merged
+from tests.test_cli import rlvr
 
 EXACT = 1e-5
 FAR = 1e-2
@@ -363,3 +364,15 @@ def test_copies_of_the_base_s_weights_are_left_out(tied: Made, tmp_path: Path) -
     save_file(tensors, folder / "adapter_model.safetensors")
     done = export(folder, "peft", out=tmp_path / "out")
     assert names_of(done.folder) == set(tied.factors)
+
+
+@pytest.mark.slow  # two processes that import torch
+def test_the_command_says_what_it_did_or_why_not(tied: Made, tmp_path: Path) -> None:
+    done = rlvr("export", str(tied.run), "--format", "merged", "--out", "out", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    said = done.stdout.splitlines()
+    assert said[0] == "21 layers are W + 0.7 B A, summed in fp32, written as float32"
+    assert said[-1] == "merged: out"
+    refused = rlvr("export", str(tied.run), "--format", "peftt", cwd=tmp_path)
+    assert refused.returncode == 2
+    assert refused.stderr == "rlvr: --format peftt: unknown; did you mean peft? (peft, merged, sglang)\n"
