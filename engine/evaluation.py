@@ -6,7 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import as_completed
+from concurrent.futures import Future, as_completed
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +31,7 @@ from engine.rollout.messages import Group, Sampling
 from engine.subject import Subject
 from engine.sync import SharedTensors
 from engine.tasks import load_tasks
-from engine.types import Prompt, SuiteResult, Task
+from engine.types import Completion, Graded, Prompt, SuiteResult, Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,36 +165,37 @@ def _answer(
         samplers.wait_ready()
         if subject.adapter is not None:
             _install(samplers, subject, prompts[suites[0].name][0].ids, stack)
-        asked = {
-            number: (suite, task, prompt)
-            for number, (suite, task, prompt) in enumerate(
-                (suite, task, prompt)
+        asked = dict(
+            enumerate(
+                (suite, index, prompt)
                 for suite in suites
-                for task, prompt in zip(suite.tasks, prompts[suite.name], strict=True)
+                for index, (task, prompt) in enumerate(zip(suite.tasks, prompts[suite.name], strict=True))
                 if any(not results.has(suite.name, task.id, sample) for sample in range(wanted))
             )
-        }
-        pipeline = stack.enter_context(
-            closing(
-                Pipeline(samplers, lambda c: grader.submit(asked[c.group][1], c, asked[c.group][2].opening)),
-            )
         )
+
+        def grade(completion: Completion) -> Future[Graded]:
+            suite, index, prompt = asked[completion.group]
+            return grader.submit(suite.tasks[index], completion, prompt.opening)
+
+        pipeline = stack.enter_context(closing(Pipeline(samplers, grade)))
         futures = pipeline.submit(
             [
                 Group(
                     group=number,
-                    task_id=task.id,
+                    task_id=suite.tasks[index].id,
                     prompt_ids=prompt.ids,
-                    seeds=tuple(seed_of(recipe.run.seed, suite.name, task.id, sample) for sample in range(wanted)),
+                    # A run's own: the same model gives the same answers as in its evaluations.
+                    seeds=tuple(seed_of(recipe.run.seed, f"eval-{suite.name}", index, n) for n in range(wanted)),
                     sampling=sampling,
                 )
-                for number, (suite, task, prompt) in asked.items()
+                for number, (suite, index, prompt) in asked.items()
             ]
         )
         for future in as_completed(futures):
             for graded in future.result().members:
-                suite, task, _ = asked[graded.completion.group]
-                if not results.has(suite.name, task.id, graded.completion.member):
+                suite = asked[graded.completion.group][0]
+                if not results.has(suite.name, graded.completion.task_id, graded.completion.member):
                     results.add(suite.name, answer_of(graded))
             progress(suite.name, len(results.answers(suite.name)), len(suite.tasks) * wanted)
 
