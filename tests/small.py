@@ -145,9 +145,9 @@ def below(ancestor: int) -> dict[int, str]:
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            line = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
             if fields[0] != "Z":
-                parents[int(folder.name)] = int(fields[1])
-                lines[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                parents[int(folder.name)], lines[int(folder.name)] = int(fields[1]), line
         except (FileNotFoundError, ProcessLookupError):
             continue  # it ended while we looked
     found: dict[int, str] = {}
