@@ -48,7 +48,7 @@ LENGTHS = {"long prompts": (60, 5), "long completions": (10, 90)}
 
 @pytest.mark.parametrize(
     ("way", "lengths"),
-    [*((way, "long prompts") for way in WAYS), ("lora", "long completions"), ("bf16 full", "long completions")],
+    [*((way, "long prompts") for way in WAYS), ("lora", "long completions")],
 )
 def test_the_prediction_is_within_15_percent(wide_model: Path, way: str, lengths: str) -> None:
     trainer = Trainer(recipe_for(**WAYS[way]), wide_model)
@@ -59,7 +59,7 @@ def test_the_prediction_is_within_15_percent(wide_model: Path, way: str, lengths
             graded(completion(g, m, tuple(range(g, g + prompt)), tuple(range(3 + g, 3 + g + answer + m))), float(m % 2))
             for m in range(4)
         ]
-        for g in range(6)
+        for g in range(3)
     ]
     standing = [*trainer.policy.model.parameters(), *trainer.policy.model.buffers(), *trainer.policy.trained.parameters]
     weights = sum(t.numel() * t.element_size() for t in {id(t): t for t in standing}.values())
