@@ -95,16 +95,16 @@ def _memory(recipe: Recipe) -> Iterator[str]:
     token = kv_bytes(config, width)
     rollout = recipe.rollout
     longest = rollout.max_prompt_tokens + rollout.max_tokens
-    batch = rollout.prompts_per_step * rollout.group_size / len(rollout.devices)
+    batch = rollout.prompts_per_step * rollout.group_size / len(rollout.samplers)
     room = (
         f"{rollout.kv_cache_mb / 1024:.2f} GiB are given"
         if all(device == "cpu" for device in rollout.devices)
         else f"rollout.gpu_memory_fraction = {rollout.gpu_memory_fraction} of the device is given to both"
     )
-    for device in rollout.devices:
+    for devices in rollout.samplers:
         yield (
-            f"plan sampler on {device}: weights {weights / GIB:.2f} GiB, KV {token / 1024:.1f} KiB a token: "
-            f"{token * longest * batch / GIB:.2f} GiB for {batch:.0f} completions of the full {longest} tokens; {room}"
+            f"plan sampler on {' + '.join(devices)}: weights {weights / GIB:.2f} GiB, KV {token / 1024:.1f} KiB a "
+            f"token: {token * longest * batch / GIB:.2f} GiB for {batch:.0f} completions of the full {longest} tokens; {room}"
         )
 
 

@@ -150,14 +150,14 @@ def _answer(
     recipe = subject.recipe
     if subject.adapter is None:  # vLLM's LoRA layers are slow where there is nothing for them
         recipe = recipe.model_copy(update={"sync": recipe.sync.model_copy(update={"install": "merged"})})
-    devices, cores = recipe.rollout.devices, len(os.sched_getaffinity(0))
+    split, cores = recipe.rollout.samplers, len(os.sched_getaffinity(0))
     with ExitStack() as stack:
         samplers = stack.enter_context(
             closing(
                 Samplers(
-                    [sampler_config(recipe, subject.snapshot, device) for device in devices],
-                    threads=recipe.rollout.threads or max(1, cores // len(devices)),
-                    logs=[results.folder / f"sampler-{i}.log" for i in range(len(devices))],
+                    [sampler_config(recipe, subject.snapshot, devices) for devices in split],
+                    threads=recipe.rollout.threads or max(1, cores // len(recipe.rollout.devices)),
+                    logs=[results.folder / f"sampler-{i}.log" for i in range(len(split))],
                 )
             )
         )

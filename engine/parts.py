@@ -60,13 +60,13 @@ class Parts:
         self.record = stack.enter_context(
             closing(RunFolder(folder, recipe, snapshot, {"train": train, **self.suites}, records))
         )
-        devices = recipe.rollout.devices
+        samplers = recipe.rollout.samplers
         self.samplers = stack.enter_context(
             closing(
                 Samplers(
-                    [sampler_config(recipe, snapshot, device) for device in devices],
-                    threads=recipe.rollout.threads or max(1, cores // len(devices)),
-                    logs=[folder / f"sampler{f'-{i}' if len(devices) > 1 else ''}.log" for i in range(len(devices))],
+                    [sampler_config(recipe, snapshot, devices) for devices in samplers],
+                    threads=recipe.rollout.threads or max(1, cores // len(recipe.rollout.devices)),
+                    logs=[folder / f"sampler{f'-{i}' if len(samplers) > 1 else ''}.log" for i in range(len(samplers))],
                 )
             )
         )
@@ -79,7 +79,7 @@ class Parts:
         self.prompts = {task.id: prompt for task, prompt in zip(everything, prompts, strict=True)}
         # One for each sampler: a canary remembers what it heard before.
         ids = self.prompts[train[0].id].ids[-CANARY_TOKENS:]
-        self.canaries = [Canary(ids, recipe.sync.tolerance) for _ in devices]
+        self.canaries = [Canary(ids, recipe.sync.tolerance) for _ in samplers]
         trained = self.trainer.policy.trained
         shapes = {name: tuple(t.shape for t in tensors) for name, tensors in trained.tensors().items()}
         self.sent = stack.enter_context(
@@ -256,22 +256,25 @@ def _by_id(sets: Sequence[Sequence[Task]]) -> dict[str, Task]:
     return found
 
 
-def sampler_config(recipe: Recipe, snapshot: Snapshot, device: str) -> SamplerConfig:
-    """What a sampler on `device` needs for the recipe."""
+def sampler_config(recipe: Recipe, snapshot: Snapshot, devices: Sequence[str]) -> SamplerConfig:
+    """What a sampler on `devices` needs for the recipe."""
     rollout, lora = recipe.rollout, recipe.lora
+    on_cpu = devices[0] == "cpu"
     adapter = lora if recipe.sync.install == "adapter" else None
     return SamplerConfig(
         model_dir=str(snapshot.folder),
         dtype=rollout.dtype,
-        device=device,
+        device="cpu" if on_cpu else "cuda:" + ",".join(device.rpartition(":")[2] for device in devices),
         max_model_len=rollout.max_prompt_tokens + rollout.max_tokens,
-        max_sequences=MAX_SEQUENCES if device == "cpu" else 4 * MAX_SEQUENCES,
+        max_sequences=MAX_SEQUENCES if on_cpu else 4 * MAX_SEQUENCES,
         kv_cache_mb=rollout.kv_cache_mb,
         gpu_memory_fraction=rollout.gpu_memory_fraction,
         seed=recipe.run.seed,
         install=recipe.sync.install,
         lora_rank=adapter.rank if adapter else 0,
         lora_targets=_leaves(trained_names(snapshot.folder, adapter)) if adapter else (),
+        engine=rollout.engine if rollout.engine != "auto" else "step" if on_cpu else "async",
+        tensor_parallel=len(devices),
     )
 
 

@@ -99,7 +99,12 @@ class Rollout(Section):
     """`[rollout]`: how completions are sampled."""
 
     devices: Annotated[tuple[str, ...], Field(min_length=1)] = ("cpu",)
-    """One sampler for each."""
+    """One sampler for each, or for each tensor_parallel of them."""
+    tensor_parallel: Positive = 1
+    """Devices that one sampler's model is split over; devices are taken so many at a time, in their order."""
+    engine: Literal["auto", "step", "async"] = "auto"
+    """`async`: vLLM schedules and computes in a process of its own; `step`: the sampler drives it step by step, so
+    that what is batched with what never depends on the clock. auto is async on CUDA and step on a CPU."""
     dtype: Dtype = "float32"
     """Of vLLM's weights and activations."""
     threads: Annotated[int, Field(ge=0)] = 0
@@ -136,6 +141,28 @@ class Rollout(Section):
     """A CPU sampler's room for keys and values."""
     gpu_memory_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.85
     """A GPU sampler's share of the device, weights and keys and values together."""
+
+    @model_validator(mode="after")
+    def _whole_samplers(self) -> Self:
+        if len(self.devices) % self.tensor_parallel:
+            raise ValueError(
+                f"rollout.tensor_parallel = {self.tensor_parallel} with {len(self.devices)} devices: each sampler "
+                f"takes {self.tensor_parallel} of them, so name a multiple of that"
+            )
+        for devices in self.samplers:
+            kinds = {device.partition(":")[0] for device in devices}
+            if len(kinds) > 1 or (kinds != {"cpu"} and len(set(devices)) < len(devices)):
+                raise ValueError(
+                    f"rollout.devices: one sampler would be split over {', '.join(devices)}; its devices must be "
+                    f"several GPUs, or all cpu"
+                )
+        return self
+
+    @property
+    def samplers(self) -> tuple[tuple[str, ...], ...]:
+        """The devices of each sampler."""
+        size = self.tensor_parallel
+        return tuple(self.devices[start : start + size] for start in range(0, len(self.devices), size))
 
     @model_validator(mode="after")
     def _on_policy_sampling(self) -> Self:

@@ -16,6 +16,7 @@ class SamplerConfig:
     model_dir: str
     dtype: Literal["float32", "bfloat16"]
     device: str
+    """`cpu`, `cuda:0`, or `cuda:0,1` for a model that is split over two."""
     max_model_len: int
     max_sequences: int
     kv_cache_mb: int
@@ -29,6 +30,10 @@ class SamplerConfig:
     """For `adapter`: the last parts of the trained layers' names; vLLM's other layers stay plain and fast."""
     tokenizer: bool = True
     """False for a model folder without one: completions have no text and can't stop at a string."""
+    engine: Literal["step", "async"] = "step"
+    """Whether vLLM's engine is driven step by step in the sampler's process, or runs in a process of its own."""
+    tensor_parallel: int = 1
+    """How many devices, or processes on a CPU, the model is split over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,3 +162,9 @@ class Failed:
     """The sampler can't go on; it exits after this, and its log has the traceback."""
 
     reason: str
+    again: bool = False
+    """Whether another process in its place may do better."""
+
+
+class VllmLost(Exception):
+    """vLLM's own process has ended, and its sampler with it: the trainer starts another one."""

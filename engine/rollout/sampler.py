@@ -166,7 +166,8 @@ class Sampler:
     def lost(self, what: str) -> SamplerError:
         """The error that says how the process ended while the trainer waited for `what`."""
         if self._failure is not None:
-            return SamplerError(f"the sampler failed at {what}: {self._failure.reason}; its log: {self._log_path}")
+            kind = SamplerLost if self._failure.again else SamplerError
+            return kind(f"the sampler failed at {what}: {self._failure.reason}; its log: {self._log_path}")
         try:
             code = self._process.wait(timeout=5)
         except subprocess.TimeoutExpired:
@@ -236,7 +237,8 @@ def child_environment(device: str, threads: int) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": environment.get("VLLM_LOGGING_LEVEL", "WARNING"),
         "TOKENIZERS_PARALLELISM": "false",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # vLLM's worker runs where its engine does, unless it is split
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork would hold our sockets open
         "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), environment.get("PYTHONPATH")])),
     }
     if device == "cpu":

@@ -1,12 +1,13 @@
 """The sampler process: `python -m engine.rollout.worker FD`, driven over the socket FD by `Sampler`.
 
-It owns its device and its vLLM and ends when its parent does.
+It owns its device and its vLLM and ends when its parent does, and vLLM's own processes end with it.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import select
 import signal
 import sys
 import time
@@ -27,6 +28,7 @@ from engine.rollout.messages import (
     Score,
     Scored,
     Submit,
+    VllmLost,
 )
 
 BEAT_SECONDS = 1.0
@@ -38,22 +40,46 @@ def main() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle; it closes this process
     connection = Connection(int(sys.argv[1]))
+    _end_together(connection)
     try:
         _serve(connection)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         os._exit(0)  # the parent is gone, and the interpreter's way out through vLLM takes seconds
     except Exception as error:
         traceback.print_exc()  # into the log that the trainer's error names
-        connection.send(Failed(f"{type(error).__name__}: {error}"))
-        raise SystemExit(1) from error
+        connection.send(Failed(f"{type(error).__name__}: {error}", again=isinstance(error, VllmLost)))
+        sys.stderr.flush()
+        os._exit(1)  # not through vLLM's way out, which may wait for a process that hangs
+
+
+def _end_together(connection: Connection) -> None:
+    """However this process ends, kill its group: processes that vLLM starts notice late or never that it is gone.
+
+    A child of the same group waits for the end. It holds nothing but a handle on this process.
+    """
+    if os.getpgrp() != os.getpid():
+        return  # the group is not ours
+    handle = os.pidfd_open(os.getpid())
+    if os.fork():
+        os.close(handle)
+        return
+    connection.close()
+    waiting = select.poll()
+    waiting.register(handle, select.POLLIN)
+    waiting.poll()
+    os.killpg(0, signal.SIGKILL)
 
 
 def _serve(connection: Connection) -> None:
     config: SamplerConfig = connection.recv()
     start = time.perf_counter()
-    from engine.rollout.vllm_engine import VllmEngine  # heavy, and only this process may import vLLM
+    # Heavy, and only this process may import vLLM.
+    if config.engine == "async":
+        from engine.rollout.async_engine import AsyncEngine as Engine
+    else:
+        from engine.rollout.vllm_engine import VllmEngine as Engine  # type: ignore[assignment]
 
-    engine = VllmEngine(config)
+    engine = Engine(config)
     connection.send(Ready(engine.version, time.perf_counter() - start))
     submits, busy_seconds, last_beat = 0, 0.0, time.monotonic()
     while True:

@@ -1,0 +1,200 @@
+"""vLLM's asynchronous engine, whose core is a process of its own: what CUDA uses, and a CPU where it is asked to.
+
+The core schedules and computes without waiting for this process; what is asked of it is answered between two of its
+steps. The event loop runs only inside this class's methods.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+import vllm
+from vllm import SamplingParams, TokensPrompt
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from engine.rollout.admission import Admission
+from engine.rollout.messages import Group, SamplerConfig, VllmLost
+from engine.rollout.requests import (
+    BLOCK_SIZE,
+    SCORE_PRIORITY,
+    STEP_TOKENS,
+    adapter_of,
+    completion_of,
+    engine_arguments,
+    require_alone,
+    sampling_params,
+    score_params,
+    scores_of,
+    slowest,
+)
+from engine.types import Completion
+
+LISTEN_SECONDS = 0.01
+"""How long `step` waits for a completion before the trainer's messages are looked at again."""
+PULSE_SECONDS = 1.0
+"""Between two questions whether the core still computes."""
+LOOK_SECONDS = 0.5
+"""Between two looks at whether the core is alive, while something is asked of it."""
+_Result = TypeVar("_Result")
+
+
+class AsyncEngine:
+    """One vLLM with the weights of one policy version; `VllmEngine`'s methods, and the same answers.
+
+    Every method raises VllmLost where vLLM's own process has ended.
+    """
+
+    def __init__(self, config: SamplerConfig) -> None:
+        self.version = vllm.__version__
+        self.tokens = 0
+        """Sampled in finished completions."""
+        self._config = config
+        self._requests: dict[str, tuple[Group, int]] = {}
+        self._watching: set[asyncio.Task[None]] = set()
+        self._finished: list[Completion] = []
+        self._names = itertools.count()
+        self._admission = Admission(BLOCK_SIZE, STEP_TOKENS)
+        self._adapter = adapter_of(config)
+        self._loop = asyncio.new_event_loop()
+        self._landed = asyncio.Event()
+        self._heard = time.monotonic()
+        self._engine = self._loop.run_until_complete(self._open())
+
+    @property
+    def unfinished(self) -> int:
+        """Completions that are being sampled, wait for it, or have not been handed out by `step`."""
+        return len(self._requests) + len(self._admission) + len(self._finished)
+
+    def submit(self, groups: tuple[Group, ...]) -> None:
+        """Queue groups; their completions come out of `step`, each as it finishes."""
+        for group in groups:
+            self._admission.add(group)
+
+    def step(self) -> list[Completion]:
+        """The completions that have finished; waits a moment for one. Returns only while vLLM's core goes on."""
+        self._run(self._advance())
+        landed, self._finished = self._finished, []
+        self._landed.clear()
+        return landed
+
+    def abort(self, groups: tuple[int, ...]) -> None:
+        """Drop what is left of the groups; none of it comes out of `step` any more."""
+        self._admission.drop(groups)
+        self._finished = [c for c in self._finished if c.group not in groups]
+        names = [name for name, (group, _) in self._requests.items() if group.group in groups]
+        for name in names:
+            del self._requests[name]
+        self._run(self._engine.abort(names))
+
+    def score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
+        """Log-prob of every token but the first under the installed weights, at temperature 1.
+
+        What is being sampled goes on meanwhile; RuntimeError where vLLM can't do both.
+        """
+        require_alone(self._config, self.unfinished)
+        return self._run(self._score(token_ids))
+
+    def bind(self, address: dict[str, Any]) -> int:
+        """Map the shared tensors and find the place of each in the model; how many names were bound."""
+        return int(min(self._run(self._engine.collective_rpc("rlvr_bind", args=(address, self._config.install)))))
+
+    def install(self, version: int) -> dict[str, float]:
+        """Write the shared tensors into the model in place and drop the KV of the old weights; seconds by phase.
+
+        Requests in the middle keep their tokens: the core stands still meanwhile, and computes them again under the
+        new weights.
+        """
+        return self._run(self._install(version))
+
+    async def _open(self) -> AsyncLLM:
+        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(self._config)))
+        await engine.collective_rpc("rlvr_open", args=(self._config.model_dir,))
+        await engine.update_weight_version("0")
+        return engine
+
+    async def _advance(self) -> None:
+        for group, member in self._admission.next_wave():
+            name = str(next(self._names))
+            self._requests[name] = (group, member)
+            params = sampling_params(group.sampling, group.seeds[member], text=self._config.tokenizer)
+            await self._add(name, group.prompt_ids, params)
+        if len(self._admission):
+            # Others wait for these prompts to be computed. The first answer may come before the step that does it.
+            await self._pulse()
+            await self._pulse()
+        elif time.monotonic() - self._heard > PULSE_SECONDS:
+            await self._pulse()
+        try:
+            await asyncio.wait_for(self._landed.wait(), LISTEN_SECONDS)
+        except TimeoutError:
+            pass  # nothing has landed: the trainer may want something
+
+    async def _pulse(self) -> None:
+        """Wait until the core is between two steps; for ever where it hangs, and then no heartbeat is sent either."""
+        await self._engine.get_weight_version()
+        self._heard = time.monotonic()
+
+    async def _add(self, name: str, token_ids: tuple[int, ...], params: SamplingParams) -> None:
+        prompt = TokensPrompt(prompt_token_ids=list(token_ids))
+        answer = await self._engine.add_request(name, prompt, params, lora_request=self._adapter, priority=0)
+        task = self._loop.create_task(self._watch(name, answer))
+        self._watching.add(task)
+
+    async def _watch(self, name: str, answer: Any) -> None:
+        out = await answer.get()
+        if (asked := self._requests.pop(name, None)) is not None:
+            completion = completion_of(out, *asked)
+            self.tokens += len(completion.token_ids)
+            self._finished.append(completion)
+            self._landed.set()
+
+    async def _score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
+        prompt = TokensPrompt(prompt_token_ids=list(token_ids))
+        name = f"score-{next(self._names)}"
+        [out] = [
+            out
+            async for out in self._engine.generate(
+                prompt, score_params(), name, lora_request=self._adapter, priority=SCORE_PRIORITY
+            )
+        ]
+        return scores_of(out, token_ids)
+
+    async def _install(self, version: int) -> dict[str, float]:
+        start = time.perf_counter()
+        in_the_middle = bool(self._requests)
+        if in_the_middle:
+            await self._engine.pause_generation(mode="keep", clear_cache=False)
+        paused = time.perf_counter()
+        seconds = slowest(await self._engine.collective_rpc("rlvr_install"))
+        written = time.perf_counter()
+        if not await self._engine.reset_prefix_cache(reset_running_requests=True):
+            raise RuntimeError(f"install of version {version}: vLLM did not drop its prefix cache")
+        self._admission.forget()
+        await self._engine.update_weight_version(str(version))
+        if in_the_middle:
+            await self._engine.resume_generation()
+        return seconds | {"pause": paused - start, "kv": time.perf_counter() - written}
+
+    def _run(self, work: Coroutine[Any, Any, _Result]) -> _Result:
+        return self._loop.run_until_complete(self._alive(work))
+
+    async def _alive(self, work: Coroutine[Any, Any, _Result]) -> _Result:
+        """What `work` gives; VllmLost where the core ends meanwhile, since not all of vLLM's waits see that."""
+        task = self._loop.create_task(work)
+        while True:
+            done, _ = await asyncio.wait({task}, timeout=LOOK_SECONDS)
+            if self._engine.errored:
+                task.cancel()
+                await asyncio.gather(task, *self._watching, return_exceptions=True)
+                raise VllmLost("vLLM's own process ended")
+            if done:
+                break
+        for watching in [task for task in self._watching if task.done()]:
+            self._watching.remove(watching)
+            watching.result()
+        return task.result()
