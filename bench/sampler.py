@@ -153,7 +153,7 @@ def soak(count: int) -> Answer:
         )
         try:
             samplers.wait_ready()
-            samplers.bind(memory.address)
+            samplers.bind(memory)
             seen: list[tuple[float, float]] = []
             for first in range(0, count, SOAK_BATCH):
                 memory.write({layer: (torch.randn(4, 96), torch.randn(64, 4))})

@@ -196,6 +196,7 @@ def applied(llm: Any, model: Path, how: str) -> float:
     seen = []
     for scale in (0.0, 1.0):
         memory.write({n: (x, scale * y) for n, (x, y) in factors.items()})
+        llm.collective_rpc("rlvr_fetch", args=(None,))
         llm.collective_rpc("rlvr_install")
         module = vllm_model.get_submodule(layer)
         if how == "merged":
@@ -229,6 +230,7 @@ def vllm_pack(model: Path, rounds: int) -> list[Answer]:
     for _ in range(rounds):
         [answer] = timed(1, llm, once, warm=0)
         with clock(answer, "merged"):
+            llm.collective_rpc("rlvr_fetch", args=(None,))
             llm.collective_rpc("rlvr_install")
         answers.append(answer | {"cosine": cosine})
     return answers

@@ -208,7 +208,7 @@ def _install(samplers: Samplers, subject: Subject, ids: tuple[int, ...], stack: 
     shapes = {name: (a.shape, b.shape) for name, (a, b) in factors.items()}
     shared = stack.enter_context(closing(SharedTensors(shapes, adapter.scale)))
     before = samplers.scores(ids)
-    samplers.bind(shared.address)
+    samplers.bind(shared)
     shared.write(factors)
     samplers.install(1)
     trained = any(bool(b.any()) for _, b in factors.values())

@@ -25,7 +25,7 @@ from engine.rollout import Samplers, render_prompts
 from engine.rollout.messages import Group, SamplerConfig, Sampling
 from engine.snapshot import Snapshot
 from engine.stop import Stopped
-from engine.sync import Canary, SharedTensors
+from engine.sync import Canary, open_transport
 from engine.tasks import Curriculum, load_tasks
 from engine.train import Trainer
 from engine.train.policy import trained_names
@@ -83,7 +83,15 @@ class Parts:
         trained = self.trainer.policy.trained
         shapes = {name: tuple(t.shape for t in tensors) for name, tensors in trained.tensors().items()}
         self.sent = stack.enter_context(
-            closing(SharedTensors(shapes, trained.scale, recipe.model.dtype if recipe.full else "float32"))
+            closing(
+                open_transport(
+                    recipe.sync.transport,
+                    shapes,
+                    trained.scale,
+                    recipe.model.dtype if recipe.full else "float32",
+                    recipe.train.device,
+                )
+            )
         )
         self.groups = 0
         """Submitted so far; every group has its own number."""
@@ -105,7 +113,7 @@ class Parts:
         self._saved = done
         self._looked, self._busy = time.monotonic(), 0.0
         self.samplers.wait_ready()
-        self.samplers.bind(self.sent.address)
+        self.samplers.bind(self.sent)
         self.sync(version=done, changed=False)
 
     def sample_step(self, step: int, seconds: dict[str, float]) -> Sampled:

@@ -311,6 +311,8 @@ class Sync(Section):
 
     install: Literal["merged", "adapter"] = "merged"
     """`merged`: W0 + s B A, computed in fp32, over vLLM's fused weights; `adapter`: the factors into its LoRA slot."""
+    transport: Literal["auto", "shared_memory", "gloo", "nccl"] = "auto"
+    """How the tensors reach the samplers: `auto` is shared memory; `nccl`, from GPU to GPU, is for [full]."""
     tolerance: Annotated[float, Field(gt=0)] = 1e-3
     """Largest difference of a canary token's log-prob between trainer and sampler, in nats."""
 
@@ -388,6 +390,19 @@ class Recipe(Section):
         if self.full is not None and self.sync.install != "merged":
             raise ValueError(
                 f"sync.install = {self.sync.install!r} with [full]: whole weights have no adapter; use 'merged'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _nccl_between_gpus(self) -> Self:
+        used = (self.train.device, *self.rollout.devices)
+        if self.sync.transport != "nccl":
+            return self
+        if any(not device.startswith("cuda") for device in used):
+            raise ValueError(f"sync.transport = 'nccl' with devices {', '.join(used)}: it needs GPUs; use 'auto'")
+        if len(set(used)) < len(used):
+            raise ValueError(
+                f"sync.transport = 'nccl' with devices {', '.join(used)}: it needs a GPU for each; use 'auto'"
             )
         return self
 

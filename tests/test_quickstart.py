@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ from engine.errors import RunError
 from engine.parts import Parts
 from engine.rollout.messages import Group, Sampling
 from engine.snapshot import Snapshot, resolve
+from engine.sync import SharedTensors
 from engine.types import Completion
 
 pytestmark = pytest.mark.slow
@@ -137,11 +138,10 @@ def test_sampling_is_repeated_by_its_seeds_and_differs_between_members(parts: Pa
 
 
 def test_a_factor_that_vllm_has_no_place_for_fails_the_sync(parts: Parts) -> None:
-    address = dict(parts.sent.address)
-    places = dict(address["places"])
-    places["model.layers.0.self_attn.q_porj"] = places.pop("model.layers.0.self_attn.q_proj")
-    with pytest.raises(RunError, match="q_porj"):
-        parts.samplers.bind({**address, "places": places})
+    shapes = {n: tuple(t.shape for t in group) for n, group in parts.trainer.policy.trained.tensors().items()}
+    shapes["model.layers.0.self_attn.q_porj"] = shapes.pop("model.layers.0.self_attn.q_proj")
+    with closing(SharedTensors(shapes)) as renamed, pytest.raises(RunError, match="q_porj"):
+        parts.samplers.bind(renamed)
 
 
 def test_a_whole_run_writes_what_a_person_needs(snapshot: Snapshot, tmp_path: Path) -> None:

@@ -100,11 +100,15 @@ class AsyncEngine:
         return self._run(self._score(token_ids))
 
     def bind(self, address: dict[str, Any]) -> int:
-        """Map the shared tensors and find the place of each in the model; how many names were bound."""
+        """Attach to the trainer's tensors and find the place of each in the model; how many names were bound."""
         return int(min(self._run(self._engine.collective_rpc("rlvr_bind", args=(address, self._config.install)))))
 
+    def fetch(self, meeting: dict[str, Any] | None) -> str:
+        """Take what the trainer sends or has written; why a worker got nothing, or nothing. No weight changes."""
+        return next(filter(None, self._run(self._engine.collective_rpc("rlvr_fetch", args=(meeting,)))), "")
+
     def install(self, version: int) -> dict[str, float]:
-        """Write the shared tensors into the model in place and drop the KV of the old weights; seconds by phase.
+        """Write the fetched tensors into the model in place and drop the KV of the old weights; seconds by phase.
 
         Requests in the middle keep their tokens: the core stands still meanwhile, and computes them again under the
         new weights.

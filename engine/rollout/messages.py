@@ -89,9 +89,11 @@ class Bind:
 
 @dataclass(frozen=True, slots=True)
 class Install:
-    """Take over the tensors that stand in the shared memory now, as policy `version`, groups in the middle or not."""
+    """Take over what the trainer has written or sends now, as policy `version`, groups in the middle or not."""
 
     version: int
+    meeting: dict[str, Any] | None = None
+    """Where to receive it, as `engine.sync` says; None for shared memory, where it stands already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +157,8 @@ class Installed:
 
     version: int
     seconds: dict[str, float]
+    missed: str = ""
+    """Why the tensors did not arrive; the weights are then still the old ones."""
 
 
 @dataclass(frozen=True, slots=True)

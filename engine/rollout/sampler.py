@@ -90,6 +90,8 @@ class Sampler:
         """When it last sent anything."""
         self.beat = Beat(0, 0, 0, 0.0, 0.0)
         """Its last heartbeat."""
+        self.workers = 1
+        """Of its vLLM; each of them takes part in a transfer."""
         self._failure: Failed | None = None
         self._answers: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read, name="sampler-reader", daemon=True)
@@ -100,6 +102,11 @@ class Sampler:
     def pid(self) -> int:
         """Of the process, which leads a process group of its own."""
         return self._process.pid
+
+    @property
+    def gone(self) -> bool:
+        """It has ended."""
+        return self._process.poll() is not None
 
     def wait_ready(self, seconds: float = LOAD_SECONDS) -> Ready:
         """Wait until the model is loaded."""
@@ -139,7 +146,7 @@ class Sampler:
         return self.answer(Bound, "binding the trainer's tensors").names
 
     def install(self, version: int) -> dict[str, float]:
-        """Have it take over the tensors as `version`; its seconds by phase."""
+        """Have it take over what stands in shared memory as `version`; its seconds by phase. See also `deliver`."""
         self.send(Install(version))
         return self.answer(Installed, f"the install of version {version}").seconds
 

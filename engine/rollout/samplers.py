@@ -12,13 +12,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from engine.rollout.deliver import Transport, deliver
 from engine.rollout.messages import (
     Beat,
     Bind,
     Bound,
     Group,
-    Install,
-    Installed,
     Landed,
     Ready,
     SamplerConfig,
@@ -32,6 +31,8 @@ HANG_SECONDS = 120.0
 """Without a sign of life from a sampler that has work; one engine step takes a small part of it."""
 RESTARTS = 3
 """Of one sampler, without a completion landing in between; after that the run ends."""
+DELIVERIES = 3
+"""Of one version, to those that it did not reach because another sampler was lost."""
 LOOK_SECONDS = 0.5
 
 
@@ -97,7 +98,7 @@ class Samplers:
         self._threads, self._hang_seconds = threads, hang_seconds
         self._inbox: Inbox = queue.SimpleQueue()
         self._groups: dict[int, Group] = {}
-        self._address: dict[str, Any] | None = None
+        self._transport: Transport | None = None
         self._version: int | None = None
         self._lock = threading.RLock()
         # The kernel ends a sampler with the thread that started it, not with the process: so one that lasts starts all.
@@ -159,22 +160,41 @@ class Samplers:
             for group in groups:
                 self._groups.pop(group, None)
 
-    def bind(self, address: dict[str, Any]) -> int:
-        """Tell every sampler where the trainer's tensors stand; how many names found their place in each.
+    def bind(self, transport: Transport) -> int:
+        """Tell every sampler how the trainer's tensors reach it; how many names found their place in each.
 
         Raises SamplerError with the names that have none.
         """
         with self._lock:
-            self._address = address
-            return min(answer.names for answer in self._ask(Bind(address), Bound, "binding the trainer's tensors"))
+            self._transport = transport
+            return min(a.names for a in self._ask(Bind(transport.address), Bound, "binding the trainer's tensors"))
 
     def install(self, version: int) -> dict[str, float]:
-        """Have every sampler take over the tensors as `version`; the slowest one's seconds of each phase."""
+        """Have every sampler take over what was written as `version`; the slowest one's seconds of each phase.
+
+        Raises SamplerError where a sampler can't be kept alive, and where the tensors don't arrive.
+        """
         with self._lock:
             self._version = version
-            answers = self._ask(Install(version), Installed, f"the install of version {version}")
-            phases = answers[0].seconds
-            return {phase: max(answer.seconds[phase] for answer in answers) for phase in phases}
+            pending, seconds, why = list(self._slots), list[dict[str, float]](), ""
+            for _ in range(DELIVERIES):
+                answers = deliver(self._bound, [slot.process for slot in pending], version)
+                missed = []
+                for slot, answer in zip(pending, answers, strict=True):
+                    if isinstance(answer, SamplerLost):
+                        self._restart(slot, answer)  # which installs it
+                    elif answer.missed:
+                        missed.append(slot)
+                        why = answer.missed
+                    else:
+                        seconds.append(answer.seconds)
+                if not missed:
+                    return {phase: max(s[phase] for s in seconds) for phase in (seconds[0] if seconds else ())}
+                pending = missed
+            raise SamplerError(
+                f"version {version} did not reach the sampler on {pending[0].config.device}, tried {DELIVERIES} times: "
+                f"{why}"
+            )
 
     def scores(self, token_ids: tuple[int, ...]) -> list[tuple[float, ...]]:
         """Each sampler's log-probs of a text's tokens but the first, at temperature 1."""
@@ -285,10 +305,14 @@ class Samplers:
             slot.process = self._start(slot.config, slot.log)
             try:
                 slot.process.wait_ready()
-                if self._address is not None:
-                    slot.process.bind(self._address)
+                if self._transport is not None:
+                    slot.process.bind(self._transport.address)
                 if self._version is not None:
-                    slot.process.install(self._version)
+                    [answer] = deliver(self._bound, [slot.process], self._version)
+                    if isinstance(answer, SamplerLost):
+                        raise answer
+                    if answer.missed:
+                        raise SamplerLost(f"version {self._version} did not reach the sampler: {answer.missed}")
                 slot.submits = 0
                 if slot.owed:
                     slot.resampled += slot.load
@@ -297,6 +321,12 @@ class Samplers:
                 return
             except SamplerLost as error:
                 reason = error
+
+    @property
+    def _bound(self) -> Transport:
+        if self._transport is None:
+            raise ValueError("nothing can be installed before `bind`")
+        return self._transport
 
     def _remaining(self, slot: _Slot) -> list[Group]:
         return [replace(self._groups[group], members=tuple(sorted(left))) for group, left in slot.owed.items()]

@@ -82,11 +82,15 @@ class VllmEngine:
         return scores_of(answers[0], token_ids)
 
     def bind(self, address: dict[str, Any]) -> int:
-        """Map the shared tensors and find the place of each in the model; how many names were bound."""
+        """Attach to the trainer's tensors and find the place of each in the model; how many names were bound."""
         return int(min(self._rpc("rlvr_bind", address, self._config.install)))
 
+    def fetch(self, meeting: dict[str, Any] | None) -> str:
+        """Take what the trainer sends or has written; why a worker got nothing, or nothing. No weight changes."""
+        return next(filter(None, self._llm.collective_rpc("rlvr_fetch", args=(meeting,))), "")
+
     def install(self, version: int) -> dict[str, float]:
-        """Write the shared tensors into the model in place and drop the KV of the old weights; seconds by phase.
+        """Write the fetched tensors into the model in place and drop the KV of the old weights; seconds by phase.
 
         Requests in the middle keep their tokens: vLLM preempts them and computes them again under the new weights.
         """

@@ -94,8 +94,9 @@ def _serve(connection: Connection) -> None:
                     connection.send(Scored(engine.score(token_ids)))
                 case Bind(address):
                     connection.send(Bound(engine.bind(address)))
-                case Install(version):
-                    connection.send(Installed(version, engine.install(version)))
+                case Install(version, meeting):
+                    missed = engine.fetch(meeting)
+                    connection.send(Installed(version, {} if missed else engine.install(version), missed))
                 case other:
                     raise TypeError(f"the sampler does not know the message {other!r}")
         start = time.perf_counter()

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 
 from engine.rollout import SamplerError, SamplerLost, Samplers
 from engine.rollout.messages import Landed
-from engine.sync import SharedTensors
+from engine.sync import CollectiveTensors, SharedTensors
 from engine.types import Completion
 from tests.rollout.tiny import SCALE, config, factors, group, load, logprobs, make_model, merged
 
@@ -47,7 +48,7 @@ def two(folder: Path, memory: SharedTensors) -> Iterator[Samplers]:
     )
     samplers.wait_ready()
     memory.write(factors(load(folder), 1))
-    assert samplers.bind(memory.address) == 10
+    assert samplers.bind(memory) == 10
     samplers.install(1)
     yield samplers
     samplers.close()
@@ -154,17 +155,41 @@ def test_a_sampler_that_dies_before_an_install_is_replaced_by_it(
     assert worst_gap(landed, folder, 2) < CLOSE
 
 
+def test_a_broadcast_reaches_every_sampler_and_the_one_that_replaces_another(
+    two: Samplers, folder: Path, memory: SharedTensors
+) -> None:
+    shapes = {name: (a.shape, b.shape) for name, (a, b) in factors(load(folder), 0).items()}
+    with closing(CollectiveTensors(shapes, SCALE)) as sent:
+        assert two.bind(sent) == 10
+        for version, seed in ((3, 5), (4, 6)):
+            sent.write(factors(load(folder), seed))
+            assert set(two.install(version)) == {"fetch", "write", "kv"}
+            two.submit([group(55, 2), group(56, 2)])
+            assert worst_gap(list(two.landed(4)), folder, seed) < CLOSE
+        restarts = two.stats()[1].restarts
+        os.kill(two.pids[1], signal.SIGKILL)  # the other one is sent home, and has it alone
+        sent.write(factors(load(folder), 5))
+        two.install(5)
+        assert two.stats()[1].restarts == restarts + 1
+        two.install(6)  # and both are in one group again
+        two.submit([group(57, 2), group(58, 2)])
+        landed = list(two.landed(4))
+        assert {c.version for c in landed} == {6}
+        assert worst_gap(landed, folder, 5) < CLOSE
+    two.bind(memory)
+
+
 def test_log_probs_that_are_no_numbers_stop_the_run(two: Samplers, folder: Path, memory: SharedTensors) -> None:
     broken = factors(load(folder), 1)
     name, (a, b) = next(iter(broken.items()))
     memory.write({**broken, name: (a, torch.full_like(b, torch.nan))})
-    two.install(3)
+    two.install(7)
     two.submit([group(60, 1)])
     with pytest.raises(SamplerError, match=r"group 60, member 0 \(task task-60\).*token 0 of 24 the log-prob nan"):
         list(two.landed(1))
     two.abort([60])
     memory.write(factors(load(folder), 1))
-    two.install(4)
+    two.install(8)
 
 
 def test_a_sampler_that_can_not_be_started_again_ends_the_run_with_the_reason(two: Samplers, folder: Path) -> None:

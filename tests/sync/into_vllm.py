@@ -10,8 +10,11 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from engine.rollout import Sampler
-from engine.sync import SharedTensors
+from engine.rollout.deliver import deliver
+from engine.rollout.messages import Installed
+from engine.sync import CollectiveTensors, SharedTensors, open_transport
 from engine.sync.transport import Tensors
+from engine.sync.ways import Way
 from engine.types import Completion
 from tests.rollout.tiny import SCALE, config, group, logprobs, make_model, merged
 
@@ -23,22 +26,26 @@ TEXT = tuple(range(3, 90))
 
 @dataclass(slots=True)
 class Bench:
-    """The sampler, its base model's folder, and memory that holds what was bound last."""
+    """The sampler, its base model's folder, and the transport of what was bound last."""
 
     sampler: Sampler
     folder: Path
-    memory: SharedTensors | None = None
+    memory: SharedTensors | CollectiveTensors | None = None
 
-    def bind(self, tensors: Tensors) -> int:
+    def bind(self, tensors: Tensors, way: Way = "shared_memory") -> int:
         if self.memory is not None:
             self.memory.close()
-        self.memory = SharedTensors({name: tuple(t.shape for t in group) for name, group in tensors.items()}, SCALE)
+        shapes = {name: tuple(t.shape for t in group) for name, group in tensors.items()}
+        self.memory = open_transport(way, shapes, SCALE, "float32", "cpu")
         return self.sampler.bind(self.memory.address)
 
     def install(self, tensors: Tensors, version: int) -> dict[str, float]:
         assert self.memory is not None
         self.memory.write(tensors)
-        return self.sampler.install(version)
+        [answer] = deliver(self.memory, [self.sampler], version)
+        assert isinstance(answer, Installed), answer
+        assert not answer.missed, answer.missed
+        return answer.seconds
 
     def gap(self, model: PreTrainedModel) -> float:
         """Largest difference of a token's log-prob between the sampler and transformers, in nats."""
