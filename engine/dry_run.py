@@ -101,10 +101,11 @@ def _memory(recipe: Recipe) -> Iterator[str]:
         if all(device == "cpu" for device in rollout.devices)
         else f"rollout.gpu_memory_fraction = {rollout.gpu_memory_fraction} of the device is given to both"
     )
+    full = f"{token * longest * batch / GIB:.2f} GiB for {batch:.0f} completions of the full {longest} tokens"
     for devices in rollout.samplers:
         yield (
             f"plan sampler on {' + '.join(devices)}: weights {weights / GIB:.2f} GiB, KV {token / 1024:.1f} KiB a "
-            f"token: {token * longest * batch / GIB:.2f} GiB for {batch:.0f} completions of the full {longest} tokens; {room}"
+            f"token: {full}; {room}"
         )
 
 

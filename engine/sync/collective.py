@@ -268,7 +268,7 @@ def _join(backend: Backend, store: TCPStore, meeting: int, rank: int, size: int,
         options = nccl.Options()
         options._timeout = timedelta(seconds=10 * seconds)  # its watchdog ends the process: ours must come first
         return nccl(named, rank, size, options)
-    gloo = distributed_c10d.ProcessGroupGloo
+    gloo: Any = distributed_c10d.ProcessGroupGloo  # torch's stubs lack its options
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname=HOST)]
     options._timeout = timedelta(seconds=seconds)
