@@ -104,7 +104,8 @@ def _memory(recipe: Recipe) -> Iterator[str]:
     for devices in rollout.samplers:
         yield (
             f"plan sampler on {' + '.join(devices)}: weights {weights / GIB:.2f} GiB, KV {token / 1024:.1f} KiB a "
-            f"token: {token * longest * batch / GIB:.2f} GiB for {batch:.0f} completions of the full {longest} tokens; {room}"
+            f"token: {token * longest * batch / GIB:.2f} GiB for {batch:.0f} completions of the full {longest} tokens; "
+            f"{room}"
         )
 
 
