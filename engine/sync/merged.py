@@ -13,6 +13,7 @@ from safetensors import safe_open
 from torch import nn
 
 from engine.sync.places import Place, find_places
+from engine.sync.shards import WHOLE, Share, share_of
 from engine.sync.transport import Tensors
 
 
@@ -21,7 +22,7 @@ class _Part:
     """Some rows of a parameter and where their new values come from."""
 
     base: torch.Tensor | None
-    """The original rows; None where the trainer sends the whole weight."""
+    """The original rows, or this worker's share of them; None where the trainer sends the whole weight."""
     sent: tuple[torch.Tensor, ...]
     """The trainer's factors, or its weight, or nothing where only the neighbours in the parameter are trained."""
 
@@ -73,25 +74,20 @@ class MergedInstall:
 
 
 def _plan(place: Place, sent: Tensors, pristine: Mapping[str, torch.Tensor]) -> _Write:
-    size = getattr(place.module, "tp_size", 1)
-    if size > 1:
-        raise ValueError(
-            f"{place.sources[0]} is split over {size} devices and the merged install writes unsplit weights: "
-            f'use sync.install = "adapter"'
-        )
     current = getattr(place.module, place.parameter)
+    wholes = [pristine[name].shape if name in pristine else sent[name][0].shape for name in place.sources]
     parts = []
-    for name in place.sources:
-        base = pristine[name].to(current.device) if name in pristine else None
-        part = _Part(base, sent.get(name, ()))
-        if base is not None and part.sent:
-            a, b = part.sent
-            if (b.shape[0], a.shape[1]) != base.shape or a.shape[0] != b.shape[1]:
-                raise ValueError(f"{name} is {tuple(base.shape)}, its factors are {tuple(a.shape)}, {tuple(b.shape)}")
-        parts.append(part)
+    for source, (name, whole) in enumerate(zip(place.sources, wholes, strict=True)):
+        tensors = sent.get(name, ())
+        if name in pristine and tensors:
+            a, b = tensors
+            if (b.shape[0], a.shape[1]) != whole or a.shape[0] != b.shape[1]:
+                raise ValueError(f"{name} is {tuple(whole)}, its factors are {tuple(a.shape)}, {tuple(b.shape)}")
+        share = share_of(place.module, place.parameter, source, wholes)
+        parts.append(_part(pristine.get(name), tensors, share, current.device))
     shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
     # vLLM pads a vocabulary with rows that no token has; every other parameter must fit exactly.
-    rows = (shape[0], getattr(place.module, "num_embeddings_padded", shape[0]))
+    rows = (shape[0], getattr(place.module, "num_embeddings_per_partition", shape[0]))
     fits = current.numel() == 0 or (current.shape[0] in rows and current.shape[1:] == shape[1:])
     if not fits or any(part.shape[1:] != shape[1:] for part in parts):
         raise ValueError(
@@ -99,6 +95,20 @@ def _plan(place: Place, sent: Tensors, pristine: Mapping[str, torch.Tensor]) -> 
             f"vLLM's parameter is {tuple(current.shape)}"
         )
     return _Write(place, tuple(parts), shape)
+
+
+def _part(base: torch.Tensor | None, sent: tuple[torch.Tensor, ...], share: Share, device: torch.device) -> _Part:
+    """The worker's share; what was sent stays a view of where the trainer's next tensors will stand."""
+    rows, columns = share
+    if base is None:
+        [weight] = sent
+        return _Part(None, (weight[rows] if weight.dim() == 1 else weight[share],))
+    if share != WHOLE:
+        base = base[rows].clone() if base.dim() == 1 else base[share].clone()  # a view would keep the rest in memory
+    if not sent:
+        return _Part(base.to(device), ())
+    a, b = sent
+    return _Part(base.to(device), (a[:, columns], b[rows]))
 
 
 def _scratch(writes: Sequence[_Write]) -> torch.Tensor | None:

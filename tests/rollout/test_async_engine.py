@@ -27,8 +27,9 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def opened(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    lora = {"lora_rank": RANK, "lora_targets": LEAVES} if kind == "adapter" else {}
-    with bench(tmp_path_factory.mktemp(kind), engine="async", install=kind, **lora) as made:
+    """`merged` is split over two workers, which share the head of keys and values; `adapter` is vLLM's core alone."""
+    changes = {"lora_rank": RANK, "lora_targets": LEAVES} if kind == "adapter" else {"tensor_parallel": 2}
+    with bench(tmp_path_factory.mktemp(kind), engine="async", install=kind, **changes) as made:
         yield made
 
 
