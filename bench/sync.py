@@ -1,11 +1,12 @@
 """New weights into a running vLLM: `python bench/sync.py --json OUT`. Needs the extra `cpu`; takes some minutes.
 
-Ours runs as in training: this side writes the factors into shared memory, a sampler process takes them over. Beside
-it, each with vLLM in the measuring process: packing the same weights as vLLM itself does, which the merged install
-can't avoid; a reload of all weights through vLLM's loader; an adapter saved to disk and loaded again in place; and
-the way of TRL's vllm-server mode: merge, send every tensor over HTTP, unmerge. `copy` is one copy of the factors'
-bytes, the least that a transfer can cost. Every implementation runs in processes of its own, rounds interleaved; all
-in fp32. Milliseconds of wall time: most of it is spent waiting for memory.
+Ours runs as in training: this side writes the factors into shared memory, a sampler process takes them over, or this
+side sends them by gloo, which is then the phase `fetch`. Beside it, each with vLLM in the measuring process: packing
+the same weights as vLLM itself does, which the merged install can't avoid; a reload of all weights through vLLM's
+loader; an adapter saved to disk and loaded again in place; and the way of TRL's vllm-server mode: merge, send every
+tensor over HTTP, unmerge. `copy` is one copy of the factors' bytes, the least that a transfer can cost. Every
+implementation runs in processes of its own, rounds interleaved; all in fp32. Milliseconds of wall time: most of it is
+spent waiting for memory.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -36,7 +37,7 @@ LEAVES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 CANARY = tuple(range(100, 132))
 QUICKSTART_STEP_MS = 10_900.0
 """Sampling, grading, training and sync of one step, mean of seed 0 in the README's table."""
-IMPLS = ("merged", "adapter", "vllm pack", "vllm reload", "disk adapter", "trl http")
+IMPLS = ("merged", "merged, gloo", "adapter", "vllm pack", "vllm reload", "disk adapter", "trl http")
 PHASES = ("copy", "gather", "transfer", "fetch", "write", "kv", "install", "canary", "sync", "merged", "cosine")
 CASES = {"smollm2-135m": 10, "qwen3-0.6b shape": 4}
 """The models, and the timed rounds of one process."""
@@ -98,10 +99,12 @@ def clock(answer: Answer, phase: str) -> Iterator[None]:
 def ours(how: str, model: Path, rounds: int, threads: int) -> list[Answer]:
     """The real sampler process, driven from here as the trainer drives it."""
     from engine.rollout import Sampler
-    from engine.rollout.messages import SamplerConfig
-    from engine.sync import SharedTensors
+    from engine.rollout.deliver import deliver
+    from engine.rollout.messages import Installed, SamplerConfig
+    from engine.sync import open_transport
 
     torch.set_num_threads(threads)
+    way: Literal["gloo", "shared_memory"] = "gloo" if how.endswith("gloo") else "shared_memory"
     slots: dict[str, Any] = (
         {"install": "adapter", "lora_rank": RANK, "lora_targets": LEAVES} if how == "adapter" else {}
     )
@@ -109,7 +112,8 @@ def ours(how: str, model: Path, rounds: int, threads: int) -> list[Answer]:
     parameters = {name: tuple(map(torch.nn.Parameter, pair)) for name, pair in factors_of(model, 1).items()}
     flat = torch.cat([t.detach().flatten() for pair in parameters.values() for t in pair])
     elsewhere = torch.empty_like(flat)
-    memory = SharedTensors({n: tuple(t.shape for t in pair) for n, pair in parameters.items()}, SCALE)
+    shapes = {n: tuple(t.shape for t in pair) for n, pair in parameters.items()}
+    memory = open_transport(way, shapes, SCALE, "float32", "cpu")
     answers: list[Answer] = []
     with tempfile.TemporaryDirectory() as folder:
         sampler = Sampler(config, threads=threads, log=Path(folder) / "log")
@@ -129,9 +133,10 @@ def ours(how: str, model: Path, rounds: int, threads: int) -> list[Answer]:
                 with clock(answer, "transfer"):
                     memory.write(gathered)
                 with clock(answer, "install"):
-                    seconds = sampler.install(version)
+                    [installed] = deliver(memory, [sampler], version)
                 answer["sync"] = 1e3 * (time.perf_counter() - start)
-                answer |= {phase: 1e3 * value for phase, value in seconds.items()}
+                assert isinstance(installed, Installed)
+                answer |= {phase: 1e3 * value for phase, value in installed.seconds.items()}
                 with clock(answer, "canary"):
                     sampler.score(CANARY)
                 answers.append(answer)
@@ -318,7 +323,7 @@ def trl_http(model: Path, rounds: int) -> list[Answer]:
 
 def child(impl: str, model: Path, rounds: int, threads: int) -> list[Answer]:
     """The rounds of one implementation."""
-    if impl in ("merged", "adapter"):
+    if impl in ("merged", "merged, gloo", "adapter"):
         return ours(impl, model, rounds, threads)
     torch.set_num_threads(threads)
     peers = {"vllm pack": vllm_pack, "vllm reload": vllm_reload, "disk adapter": disk_adapter, "trl http": trl_http}

@@ -1,4 +1,4 @@
-"""`[[gate]]`: rules that end a run which goes nowhere."""
+"""What ends a run between two steps: the rules of `[[gate]]`, and trainer and sampler that disagree."""
 
 from __future__ import annotations
 
@@ -34,3 +34,16 @@ def check_gates(gates: Sequence[Gate], history: Sequence[Mapping[str, float]]) -
                 f"gate: {gate.metric} averages {mean:.4g} over the last {len(values)} steps, "
                 f"and the recipe stops the run if it is {sign} {bound}"
             )
+
+
+def check_mismatch(limit: float, step: int, metrics: Mapping[str, float]) -> None:
+    """Raise RunError where trainer and sampler differ by more than `limit` nats on average; a limit of 0 is none."""
+    mean = metrics["mismatch/mean_abs_logprob"]
+    if limit == 0 or mean <= limit:  # written so that NaN fails
+        return
+    most, tokens = metrics["mismatch/max_abs_logprob"], metrics["mismatch/tokens"]
+    raise RunError(
+        f"step {step}: trainer and sampler differ by {mean:.3g} nats on average, at most by {most:.3g}, over "
+        f"{tokens:.0f} tokens that the trained version sampled; sync.max_mismatch is {limit:g}. `rlvr show` marks the "
+        "tokens; look at model.dtype and rollout.dtype, at top_p, top_k and min_p, and at sync/canary"
+    )

@@ -315,6 +315,9 @@ class Sync(Section):
     """How the tensors reach the samplers: `auto` is shared memory; `nccl`, from GPU to GPU, is for [full]."""
     tolerance: Annotated[float, Field(gt=0)] = 1e-3
     """Largest difference of a canary token's log-prob between trainer and sampler, in nats."""
+    max_mismatch: Annotated[float, Field(ge=0)] = 0.0
+    """A step that trains on tokens whose log-probs differ by more than this many nats on average between trainer and
+    sampler is the last one; 0 is off. Only tokens of the version that is trained count, older ones differ anyway."""
 
 
 class Checkpoint(Section):

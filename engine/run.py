@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.evaluate import paired_bootstrap
-from engine.gates import check_gates
+from engine.gates import check_gates, check_mismatch
 from engine.parts import Parts, timed
 from engine.recipe import Recipe
 from engine.record import Console, step_metrics, summarise
@@ -42,6 +42,7 @@ def run(
                 parts.record.metrics(step, history[-1])
                 parts.record.rollouts(f"step-{step:06d}", sampled, parts.tasks, stats.gaps)
                 console.step(history, sampled, recipe.rollout.prompts_per_step)
+                check_mismatch(recipe.sync.max_mismatch, step, history[-1])
                 check_gates(recipe.gate, history)
                 stop.check()
                 if recipe.checkpoint.every and step % recipe.checkpoint.every == 0:

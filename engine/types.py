@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from sandbox import Limits, Tests, Verdict
@@ -79,6 +80,12 @@ class Completion:
         """It ran into max_tokens."""
         return self.finish == "length"
 
+    @property
+    def versions(self) -> list[int]:
+        """The policy version that sampled each token."""
+        starts = [(0, self.version), *self.boundaries, (len(self.token_ids), 0)]
+        return [version for (at, version), (end, _) in pairwise(starts) for _ in range(at, end)]
+
 
 @dataclass(frozen=True, slots=True)
 class Graded:
@@ -127,6 +134,8 @@ class Batch:
     """fp32 `[N]`"""
     sequences: torch.Tensor
     """int64 `[N]`: which of the step's trained completions the row belongs to."""
+    versions: torch.Tensor
+    """int64 `[N]`: the policy version that sampled the row's token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,11 +151,15 @@ class StepStats:
     clip_low_share: float
     clip_high_share: float
     mismatch_mean: float
-    """Mean |trainer - sampler| log-prob over the trained tokens, in nats."""
+    """Mean |trainer - sampler| log-prob, in nats. This and the next two are of the trained tokens that the very version
+    which is trained has sampled, so that a lag's own difference is no part of them; 0 where there are none."""
     mismatch_max: float
     gen_kl: float
     """Mean of exp(d) - 1 - d, d = trainer - sampler: the k3 estimate of KL(sampler || trainer)."""
+    mismatch_tokens: int
+    """How many tokens these three are of."""
     ratio_min: float
+    """Trainer / sampler, this and the next: the extremes of all trained tokens, older versions' too."""
     ratio_max: float
     trained_tokens: int
     forward_tokens: int

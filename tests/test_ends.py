@@ -52,6 +52,17 @@ def test_a_killed_sampler_is_replaced_and_the_run_goes_on(recipe: Path, tmp_path
     assert all(line["sync/canary"] < 1e-3 for line in lines)
 
 
+def test_a_mismatch_above_its_limit_ends_the_run_before_another_step(recipe: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run = start(recipe, folder, "--set", "sync.max_mismatch=1e-12", "--set", "sync.transport=gloo")
+    code, out, errors = finish(run)
+    assert code == 1, (out, errors)
+    assert "step 1: trainer and sampler differ by" in errors
+    assert "Traceback" not in errors
+    assert lines_of(folder) == 1
+    assert not list((folder / "checkpoints").glob("step-*"))
+
+
 def test_a_full_disk_stops_the_run_with_its_reason(recipe: Path, tmp_path: Path) -> None:
     target = tmp_path / "small"
     target.mkdir()

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from engine.errors import RunError
-from engine.gates import GateClosed, check_gates
+from engine.gates import GateClosed, check_gates, check_mismatch
 from engine.recipe import Gate
 
 
@@ -32,3 +34,13 @@ def test_comparisons(rule: str, closed: bool) -> None:
 def test_an_unknown_metric_is_named() -> None:
     with pytest.raises(RunError, match=r"pas_rate.*pass_rate"):
         check_gates([Gate(metric="pas_rate", after=1, stop_if="> 1")], history(0.5))
+
+
+def test_a_mismatch_above_its_limit_ends_the_run_with_the_figures() -> None:
+    step = {"mismatch/mean_abs_logprob": 0.02, "mismatch/max_abs_logprob": 0.3, "mismatch/tokens": 640.0}
+    check_mismatch(0.0, 7, step)  # off
+    check_mismatch(0.02, 7, step)
+    with pytest.raises(RunError, match=r"step 7: .* 0\.02 nats .* 0\.3, over 640 tokens .*max_mismatch is 0\.01"):
+        check_mismatch(0.01, 7, step)
+    with pytest.raises(RunError, match="differ by nan nats"):
+        check_mismatch(0.01, 7, {**step, "mismatch/mean_abs_logprob": math.nan})

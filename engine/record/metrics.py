@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 
 from engine.types import Graded, Sampled, StepStats
 
@@ -50,6 +49,7 @@ def step_metrics(
         "mismatch/mean_abs_logprob": stats.mismatch_mean,
         "mismatch/max_abs_logprob": stats.mismatch_max,
         "mismatch/gen_kl": stats.gen_kl,
+        "mismatch/tokens": float(stats.mismatch_tokens),
         "mismatch/ratio_min": stats.ratio_min,
         "mismatch/ratio_max": stats.ratio_max,
         "sync/canary": canary,
@@ -76,9 +76,7 @@ def step_metrics(
 
 def _lags(item: Graded, version: int) -> list[int]:
     """How many versions old each token is when `version` is trained on it."""
-    completion = item.completion
-    starts = [(0, completion.version), *completion.boundaries, (len(completion.token_ids), 0)]
-    return [version - v for (at, v), (end, _) in pairwise(starts) for _ in range(at, end)]
+    return [version - own for own in item.completion.versions]
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -167,7 +167,14 @@ def _batch(trained: Sequence[Trained], ids: list[int], layout: Layout, predictor
         sampled_logprobs=torch.tensor([t.completion.logprobs[i] for t, i in rows], dtype=torch.float32),
         advantages=torch.tensor([t.advantage for t, _ in rows], dtype=torch.float32),
         sequences=torch.tensor([t.sequence for t, _ in rows], dtype=torch.int64),
+        versions=torch.tensor([v for t in trained for v in _versions(t)], dtype=torch.int64),
     )
+
+
+def _versions(item: Trained) -> list[int]:
+    """Of its trainable tokens."""
+    versions = item.completion.versions
+    return [versions[i] for i in item.rows]
 
 
 def _common_beginning(prompts: Sequence[tuple[int, ...]]) -> int:

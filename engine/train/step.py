@@ -139,7 +139,7 @@ class Trainer:
         ]
 
     def step(self, groups: Sequence[Sequence[Graded]], advantages: Sequence[Sequence[float]], step: int) -> StepStats:
-        """Train on the groups; each update's counts are taken before anything is cut or left out."""
+        """Train the version that is step - 1 on the groups; each update's counts are taken before anything is cut."""
         lr = self._set_lr(step)
         updates = [self._plan(part) for part in self._parts(groups, advantages)]
         updates = [update for update in updates if update.batches]
@@ -161,7 +161,7 @@ class Trainer:
             self._optimizer.zero_grad(set_to_none=True)
             raise out_of_memory(said, largest, self._recipe, self.memory, self.policy.device)
         predicted = max(self.memory.peak(update.batches) for update in updates) if self.memory else 0
-        return self._stats(updates, done, lr, predicted_mb=predicted / 2**20, peak_mb=self._gauge.height_mb())
+        return self._stats(updates, done, step - 1, lr, predicted_mb=predicted / 2**20, peak_mb=self._gauge.height_mb())
 
     def _parts(self, groups: Sequence[Sequence[Graded]], advantages: Sequence[Sequence[float]]) -> list[list[Trained]]:
         """The trainable completions of each update: groups in their order, whole."""
@@ -272,6 +272,7 @@ class Trainer:
         self,
         updates: Sequence[_Update],
         done: Sequence[tuple[Sequence[_Part], float]],
+        version: int,
         lr: float,
         *,
         predicted_mb: float,
@@ -284,6 +285,8 @@ class Trainer:
         new = torch.cat([part.logprobs for part in parts])
         started = [old for update in updates for old in update.old] or [new]
         gap = torch.cat(started) - torch.cat([part.rows.sampled for part in parts])
+        versions = torch.cat([batch.versions for update in updates for batch in update.batches])
+        own = gap[(versions == version).to(gap.device)]  # an older version's tokens differ by more than a mismatch
         references = [p.rows.reference for p in parts if p.rows.reference is not None]
         return StepStats(
             loss=sum(part.loss for part in parts) / len(done),
@@ -293,9 +296,10 @@ class Trainer:
             kl=float(k3(new, torch.cat(references)).mean()) if references else 0.0,
             clip_low_share=float((clipped < 0).float().mean()),
             clip_high_share=float((clipped > 0).float().mean()),
-            mismatch_mean=float(gap.abs().mean()),
-            mismatch_max=float(gap.abs().max()),
-            gen_kl=float((torch.expm1(gap) - gap).mean()),
+            mismatch_mean=float(own.abs().mean()) if len(own) else 0.0,
+            mismatch_max=float(own.abs().max()) if len(own) else 0.0,
+            gen_kl=float((torch.expm1(own) - own).mean()) if len(own) else 0.0,
+            mismatch_tokens=len(own),
             ratio_min=float(gap.min().exp()),
             ratio_max=float(gap.max().exp()),
             trained_tokens=new.numel(),
@@ -368,6 +372,6 @@ def _largest_gaps(gap: torch.Tensor, sequences: torch.Tensor) -> dict[int, tuple
 def _nothing_trained(lr: float) -> StepStats:
     return StepStats(
         loss=0.0, grad_norm=0.0, lr=lr, entropy=0.0, kl=0.0, clip_low_share=0.0, clip_high_share=0.0, mismatch_mean=0.0,
-        mismatch_max=0.0, gen_kl=0.0, ratio_min=1.0, ratio_max=1.0, trained_tokens=0, forward_tokens=0,
-        micro_batches=0, skipped=True, non_finite=0, memory_predicted_mb=0.0, memory_peak_mb=0.0,
+        mismatch_max=0.0, gen_kl=0.0, mismatch_tokens=0, ratio_min=1.0, ratio_max=1.0, trained_tokens=0,
+        forward_tokens=0, micro_batches=0, skipped=True, non_finite=0, memory_predicted_mb=0.0, memory_peak_mb=0.0,
     )  # fmt: skip

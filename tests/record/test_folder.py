@@ -24,7 +24,7 @@ RECIPE = recipes.parse(
         "tasks": {"train": "generated:train"},
     }
 )
-STATS = StepStats(0.5, 1.0, 1e-3, 2.0, 0.0, 0.0, 0.1, 1e-5, 1e-4, 1e-9, 0.9, 1.1, 12, 40, 1, False, 0, 20.0, 18.0)
+STATS = StepStats(0.5, 1.0, 1e-3, 2.0, 0.0, 0.0, 0.1, 1e-5, 1e-4, 1e-9, 12, 0.9, 1.1, 12, 40, 1, False, 0, 20.0, 18.0)
 TASKS = {f"task-{g}": Task(f"task-{g}", "print [b]x[/b]:", StdinTests(()), source="s") for g in range(2)}
 GROUPS = [
     [

@@ -196,6 +196,34 @@ def test_the_largest_gaps_are_kept_by_completion_and_token(tiny_model: Path, upd
     assert largest == pytest.approx(stats.mismatch_max)
 
 
+def test_only_tokens_of_the_version_that_is_trained_count_as_a_mismatch(tiny_model: Path) -> None:
+    """An older version's tokens, a completion's beginning too, differ by the lag and say nothing of the sampler."""
+    data = groups(MIXED)
+    whole = Trainer(recipe_for(), tiny_model)
+    expected = whole.step(data, whole.advantages(data), 1)
+    assert expected.mismatch_tokens == expected.trained_tokens
+    far = [[aged(item, 2 if item.completion.member else None) for item in group] for group in data]
+    trainer = Trainer(recipe_for(), tiny_model)
+    stats = trainer.step(far, trainer.advantages(far), 5)
+    kept = [item.completion for group in data for item in group if item.completion.member]
+    assert stats.mismatch_tokens == sum(max(0, len(c.token_ids) - 2) for c in kept) > 0
+    assert stats.mismatch_max < 10 < stats.ratio_max  # the ratio's extremes are of all
+    assert stats.trained_tokens == expected.trained_tokens
+    none = Trainer(recipe_for(), tiny_model).step(data, whole.advantages(data), 3)
+    assert (none.mismatch_tokens, none.mismatch_mean, none.mismatch_max, none.gen_kl) == (0, 0.0, 0.0, 0.0)
+
+
+def aged(item: Graded, boundary: int | None) -> Graded:
+    """As version 3 sampled it up to `boundary`, far from what the trainer says, and version 4 from there on."""
+    own, end = item.completion, len(item.completion.token_ids) if boundary is None else boundary
+    logprobs = tuple(-50.0 if i < end else value for i, value in enumerate(own.logprobs))
+    spans = ((end, 4),) if end < len(own.token_ids) else ()
+    changed = completion(
+        own.group, own.member, own.prompt_ids, own.token_ids, logprobs=logprobs, version=3, boundaries=spans
+    )
+    return graded(changed, item.reward)
+
+
 def test_a_gradient_that_is_no_number_is_skipped_and_ten_in_a_row_stop(tiny_model: Path) -> None:
     trainer = Trainer(recipe_for(), tiny_model)
     data = groups(MIXED)
