@@ -108,7 +108,7 @@ class CollectiveTensors:
         deadline = time.monotonic() + self._seconds
         try:
             self._gather(version, gone, deadline)
-            self._open_store.set(f"{self._round}/go", GO)
+            self._open_store.set(f"{self._round}/go", GO.decode())
             with _told(lambda why: self._report(version, why)):
                 if self._group is None:
                     size = 1 + sum(map(len, self._members.values()))
@@ -252,7 +252,7 @@ class Received:
             _broadcast(self._group, self._flat, time.monotonic() + self._seconds)
             if self._copy is not None:
                 self._copy.copy_(self._flat)
-            self._store.set(f"{key}/got/{rank}", b"")
+            self._store.set(f"{key}/got/{rank}", "")
 
     def _leave(self) -> None:
         if self._group is not None:

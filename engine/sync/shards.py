@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-from torch import nn
+from typing import Any
 
 Share = tuple[slice, slice]
 """Rows and columns."""
 WHOLE: Share = (slice(None), slice(None))
 
 
-def share_of(module: nn.Module, parameter: str, source: int, shapes: Sequence[Sequence[int]]) -> Share:
-    """What this worker's `module` holds of the tensor number `source` among those that stand in its `parameter`.
+def share_of(module: Any, parameter: str, source: int, shapes: Sequence[Sequence[int]]) -> Share:
+    """What this worker's `module`, one of vLLM's layers, holds of the tensor number `source` among those that stand in its `parameter`.
 
     `shapes` are the whole tensors' own. Raises ValueError for a layer that is split in a way not known here.
     """

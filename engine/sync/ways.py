@@ -17,7 +17,7 @@ def open_transport(
     way: Way, shapes: Shapes, scale: float, dtype: Dtype, device: torch.device | str
 ) -> SharedTensors | CollectiveTensors:
     """The trainer's side; `auto` is shared memory, since every sampler runs on the trainer's host."""
-    if way in ("auto", "shared_memory"):
+    if way == "auto" or way == "shared_memory":
         return SharedTensors(shapes, scale, dtype)
     return CollectiveTensors(shapes, scale, dtype, backend=way, device=device)
 
