@@ -11,9 +11,10 @@ WHOLE: Share = (slice(None), slice(None))
 
 
 def share_of(module: Any, parameter: str, source: int, shapes: Sequence[Sequence[int]]) -> Share:
-    """What this worker's `module`, one of vLLM's layers, holds of the tensor number `source` among those that stand in its `parameter`.
+    """What this worker's `module` holds of the tensor number `source` among those that stand in its `parameter`.
 
-    `shapes` are the whole tensors' own. Raises ValueError for a layer that is split in a way not known here.
+    module: one of vLLM's layers. shapes: the whole tensors' own. Raises ValueError for a layer that is split in a way
+    not known here.
     """
     size, rank = getattr(module, "tp_size", 1), getattr(module, "tp_rank", 0)
     if size == 1:
