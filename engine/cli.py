@@ -69,10 +69,22 @@ def diff(first: Path, second: Path) -> None:
 
 
 @commands.command()
-def doctor() -> None:
-    """Check this machine: packages, sandbox, memory, disk."""
-    from engine.preflight import preflight
+@click.option("--cuda", is_flag=True, help="Try what a run does on GPUs, in two minutes: kernels, syncs, log-probs.")
+def doctor(cuda: bool) -> None:
+    """Check this machine: packages, sandbox, memory, disk; with --cuda its GPUs."""
+    from engine.preflight import gpu_pair, preflight
 
+    if cuda:
+        devices = gpu_pair()
+        from engine.doctor import examine
+
+        bad = []
+        for row in examine(*devices, "bfloat16"):
+            click.echo(row.line())
+            bad += [] if row.ok else [row.name]
+        if bad:
+            raise RunError(f"doctor: {', '.join(bad)} failed")
+        return
     failed = 0
     for check in preflight(None):
         failed += not check.ok

@@ -73,6 +73,21 @@ def gpu_count() -> int:
     return min(len(devices), len([part for part in visible.split(",") if part.strip()]))
 
 
+def gpu_pair() -> tuple[str, str]:
+    """The first GPU for a sampler and the second for a trainer; the first for both where there is no other.
+
+    Raises PreflightError where there is none, or none that torch can use.
+    """
+    count = gpu_count()
+    if not count:
+        raise PreflightError("no GPU here, so nothing of one was tried")
+    import torch
+
+    if not torch.cuda.is_available():
+        raise PreflightError(f"{count} GPUs here, but torch {torch.__version__} can't use them: install the cuda extra")
+    return "cuda:0", "cuda:1" if count > 1 else "cuda:0"
+
+
 def _python() -> Check:
     version = ".".join(map(str, sys.version_info[:3]))
     ok = sys.version_info >= (3, 11)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.small import below, finish, gone, lines_of, make_model, start, wait_for, write_recipe
+from tests.small import below, facts, finish, gone, lines_of, make_model, start, wait_for, write_recipe
 
 pytestmark = pytest.mark.slow
 
@@ -61,6 +61,24 @@ def test_a_mismatch_above_its_limit_ends_the_run_before_another_step(recipe: Pat
     assert "Traceback" not in errors
     assert lines_of(folder) == 1
     assert not list((folder / "checkpoints").glob("step-*"))
+
+
+def test_a_canary_that_fails_stops_the_run_before_it_trains(recipe: Path, tmp_path: Path) -> None:
+    """No sampler agrees with its trainer to 1e-12 nats."""
+    run = start(recipe, tmp_path / "run", "--set", "sync.tolerance=1e-12")
+    code, out, errors = finish(run)
+    assert code == 1, (out, errors)
+    assert "CanaryError: after the sync of version 0 trainer and sampler differ by" in errors
+    assert "sync.tolerance is 1e-12" in errors
+    assert lines_of(tmp_path / "run") == 0
+    assert not any((tmp_path / "run" / name).exists() for name in ("adapter", "checkpoints", "summary.json"))
+
+
+def test_two_runs_at_once_come_out_alike(recipe: Path, tmp_path: Path) -> None:
+    runs = [start(recipe, tmp_path / name, "--set", "run.steps=2") for name in ("one", "two")]
+    for code, out, errors in map(finish, runs):
+        assert code == 0, (out, errors)
+    assert facts(tmp_path / "one") == facts(tmp_path / "two")
 
 
 def test_a_full_disk_stops_the_run_with_its_reason(recipe: Path, tmp_path: Path) -> None:
