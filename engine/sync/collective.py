@@ -25,7 +25,7 @@ Backend = Literal["gloo", "nccl"]
 HOST = "127.0.0.1"
 DEADLINE_SECONDS = 120.0
 """Until the slowest sampler has finished the engine step that it is in, and for the broadcast after that."""
-GO = b"go"
+GO = "go"
 
 
 class CollectiveTensors:
@@ -239,9 +239,9 @@ class Received:
             state = "waited for the trainer and the other members"
             # The trainer gives up first, and says so here.
             self._store.wait([f"{key}/go"], timedelta(seconds=2 * self._seconds))
-            said = self._store.get(f"{key}/go")
+            said = self._store.get(f"{key}/go").decode()
             if said != GO:
-                raise TransferError(report(said.decode()))
+                raise TransferError(report(said))
             if self._group is None:
                 state = "was joining the group"
                 self._group = _join(
@@ -252,7 +252,7 @@ class Received:
             _broadcast(self._group, self._flat, time.monotonic() + self._seconds)
             if self._copy is not None:
                 self._copy.copy_(self._flat)
-            self._store.set(f"{key}/got/{rank}", b"")
+            self._store.set(f"{key}/got/{rank}", "")
 
     def _leave(self) -> None:
         if self._group is not None:
@@ -268,7 +268,7 @@ def _join(backend: Backend, store: TCPStore, meeting: int, rank: int, size: int,
         options = nccl.Options()
         options._timeout = timedelta(seconds=10 * seconds)  # its watchdog ends the process: ours must come first
         return nccl(named, rank, size, options)
-    gloo = distributed_c10d.ProcessGroupGloo
+    gloo: Any = distributed_c10d.ProcessGroupGloo
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname=HOST)]
     options._timeout = timedelta(seconds=seconds)
