@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import nn
 
@@ -22,10 +23,10 @@ def share_of(module: nn.Module, parameter: str, source: int, shapes: Sequence[Se
     from vllm.model_executor.layers import linear
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-    rows = shapes[source][0]
-    kind = type(module)
+    layer: Any = module
+    rows, kind = shapes[source][0], type(module)
     if isinstance(module, VocabParallelEmbedding):
-        held = module.shard_indices  # the padding of the last worker's rows aside
+        held = layer.shard_indices  # the padding of the last worker's rows aside
         return slice(held.org_vocab_start_index, held.org_vocab_end_index), slice(None)
     if kind is linear.ReplicatedLinear or (kind is linear.RowParallelLinear and parameter == "bias"):
         return WHOLE
@@ -34,12 +35,12 @@ def share_of(module: nn.Module, parameter: str, source: int, shapes: Sequence[Se
         return slice(None), slice(rank * columns, (rank + 1) * columns)
     if kind is linear.QKVParallelLinear and source > 0:
         # A head of keys and values may stand in several workers.
-        size, rank = size // module.num_kv_head_replicas, rank // module.num_kv_head_replicas
+        size, rank = size // layer.num_kv_head_replicas, rank // layer.num_kv_head_replicas
     # A layer with more parts than tensors splits each of its parts, and convolutions have loaders of their own.
     elif not (
         kind is linear.QKVParallelLinear
         or (kind is linear.ColumnParallelLinear and len(shapes[source]) <= 2)
-        or (kind is linear.MergedColumnParallelLinear and len(module.output_sizes) == len(shapes))
+        or (kind is linear.MergedColumnParallelLinear and len(layer.output_sizes) == len(shapes))
     ):
         raise ValueError(
             f"a {kind.__name__} is split over {size} devices in a way that the merged install does not know: "
