@@ -90,7 +90,7 @@ class Sampler:
         """When it last sent anything."""
         self.beat = Beat(0, 0, 0, 0.0, 0.0)
         """Its last heartbeat."""
-        self.workers = 1
+        self.workers = config.tensor_parallel
         """Of its vLLM; each of them takes part in a transfer."""
         self._failure: Failed | None = None
         self._answers: queue.SimpleQueue[object] = queue.SimpleQueue()
