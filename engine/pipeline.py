@@ -140,6 +140,9 @@ class Pipeline:
             pending = self._pending.pop(number, None)
         if pending is None:
             return  # aborted, or ended by an error
+        if any(future.cancelled() for future in pending.graded):
+            pending.future.cancel()  # the grader is being closed
+            return
         errors = [error for future in pending.graded if (error := future.exception()) is not None]
         if errors:
             pending.future.set_exception(errors[0])
