@@ -27,7 +27,7 @@ fast: setup
 # Named one by one: plain pytest does not collect them.
 faults: setup
 	@mkdir -p runs
-	@$(RUN) python -m pytest -s tests/faults/ends.py tests/faults/kills.py
+	@$(RUN) python -m pytest -s tests/test_ends.py tests/test_resume.py tests/faults/ends.py tests/faults/kills.py
 	@$(RUN) python bench/soak.py --json runs/soak.json --steps 300
 
 lint: setup

@@ -156,8 +156,7 @@ def soak(count: int) -> Answer:
             samplers.bind(memory)
             seen: list[tuple[float, float]] = []
             for first in range(0, count, SOAK_BATCH):
-                memory.write({layer: (torch.randn(4, 96), torch.randn(64, 4))})
-                samplers.install(first)
+                samplers.install(first, {layer: (torch.randn(4, 96), torch.randn(64, 4))})
                 samplers.submit(
                     [
                         Group(n, "t", tuple((n + 7 * i) % 512 for i in range(50)), SOAK_SEEDS, Sampling(SOAK_TOKENS))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -215,8 +215,9 @@ def _texts(base: Snapshot, trained: Trained, source: str | None, tokens: int) ->
         tokenizer: Any = AutoTokenizer.from_pretrained(base.folder, local_files_only=True)
     except (OSError, ValueError) as error:
         raise InputError(f"{base.folder}: its tokenizer can't be loaded: {str(error).splitlines()[0]}") from None
+    found: Iterator[tuple[int, ...]]
     if source is None:
-        found = [tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in TEXTS]
+        found = (tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in TEXTS)
     else:
         found = _task_texts(load_tasks(source), tokenizer, trained.recipe)
     texts: list[tuple[int, ...]] = []
@@ -228,15 +229,15 @@ def _texts(base: Snapshot, trained: Trained, source: str | None, tokens: int) ->
     return texts
 
 
-def _task_texts(tasks: Sequence[Task], tokenizer: Any, recipe_path: Path | None) -> list[tuple[int, ...]]:
+def _task_texts(tasks: Sequence[Task], tokenizer: Any, recipe_path: Path | None) -> Iterator[tuple[int, ...]]:
     """Prompts as the run's recipe renders them, without one as chat where the model has a template."""
     if recipe_path is not None:
         how = recipe_file.load(recipe_path).tasks
     else:
         how = Tasks(train="", prompt="chat" if tokenizer.chat_template else "raw")
-    prompts = render_prompts(tasks[:TEXT_TOKENS], tokenizer, how, limit=1 << 20)
-    answers = [tokenizer(task.reference or "", add_special_tokens=False)["input_ids"] for task in tasks]
-    return [(*prompt.ids, *answer) for prompt, answer in zip(prompts, answers, strict=False)]
+    for task in tasks:  # as many as are wanted: a set may be large
+        [prompt] = render_prompts([task], tokenizer, how, limit=1 << 20)
+        yield (*prompt.ids, *tokenizer(task.reference or "", add_special_tokens=False)["input_ids"])
 
 
 def _difference(a: Scores, b: Scores) -> Difference:

@@ -13,9 +13,7 @@ import click
 
 from engine import recipe_file
 from engine.errors import InputError, RunError
-from sandbox import SandboxError
-
-VERDICTS = ("AC", "WA", "TLE", "MLE", "OLE", "RE", "CE", "NO_CODE", "INFRA")
+from sandbox import VERDICTS, SandboxError
 
 
 @click.group()
@@ -81,7 +79,8 @@ def doctor(cuda: bool) -> None:
         bad = []
         for row in examine(*devices, "bfloat16"):
             click.echo(row.line())
-            bad += [] if row.ok else [row.name]
+            if not row.ok:
+                bad.append(row.name)
         if bad:
             raise RunError(f"doctor: {', '.join(bad)} failed")
         return

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -260,9 +259,7 @@ def _in_the_middle(name: str, policy: Policy, vllm: Sampler, sent: SharedTensors
 def _gaps(policy: Policy, completion: Completion, version: int) -> list[float]:
     """Of the completion's tokens of a version: the sampler's log-prob against the policy's."""
     theirs = policy.score((*completion.prompt_ids, *completion.token_ids))[len(completion.prompt_ids) - 1 :]
-    spans = [(0, completion.version), *completion.boundaries, (len(theirs), -1)]
-    own = [i for (start, of), (end, _) in pairwise(spans) if of == version for i in range(start, end)]
-    return [abs(theirs[i] - completion.logprobs[i]) for i in own]
+    return [abs(theirs[i] - completion.logprobs[i]) for i, of in enumerate(completion.versions) if of == version]
 
 
 def _mean_difference(a: Sequence[float], b: Sequence[float]) -> float:

@@ -209,8 +209,7 @@ def _install(samplers: Samplers, subject: Subject, ids: tuple[int, ...], stack: 
     shared = stack.enter_context(closing(SharedTensors(shapes, adapter.scale)))
     before = samplers.scores(ids)
     samplers.bind(shared)
-    shared.write(factors)
-    samplers.install(1)
+    samplers.install(1, factors)
     trained = any(bool(b.any()) for _, b in factors.values())
     if trained and samplers.scores(ids) == before:
         raise RunError(
@@ -269,9 +268,10 @@ def run_evaluation(
 
 def default_folder(subject: Subject, names: Sequence[str], greedy: bool) -> Path:
     """Beside the run, or under eval/: a folder whose name says what was asked, so that settings don't meet."""
-    what = ["base" if subject.adapter is None and subject.home and not subject.recipe.full else "model"]
-    if subject.step is not None and subject.home and subject.name.endswith(f"step {subject.step}"):
-        what = [f"step-{subject.step:06d}"]
-    what += [re.sub(r"[^A-Za-z0-9.-]+", "-", name).strip("-") for name in names] + (["greedy"] if greedy else [])
-    home = subject.home / "eval" if subject.home else Path("eval") / re.sub(r"[^A-Za-z0-9.-]+", "-", subject.name)
-    return home / "-".join(what)
+    parts = [subject.part, *names, *(["greedy"] if greedy else [])]
+    home = subject.home / "eval" if subject.home else Path("eval") / _file_name(subject.name)
+    return home / "-".join(map(_file_name, parts))
+
+
+def _file_name(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9.-]+", "-", text).strip("-")

@@ -183,8 +183,7 @@ class Parts:
 
     def sync(self, *, version: int, changed: bool) -> float:
         """Install what is trained in every sampler and prove it; the canaries' largest difference in nats."""
-        self.sent.write(self.trainer.policy.trained.tensors())
-        self.samplers.install(version)
+        self.samplers.install(version, self.trainer.policy.trained.tensors())
         ids = self.canaries[0].token_ids
         trainer, heard = self.trainer.policy.score(ids), self.samplers.scores(ids)
         return max(

@@ -74,18 +74,22 @@ class Pipeline:
 
     def abort(self) -> None:
         """Drop every group that is not finished; its future is cancelled."""
-        with self._changed:
-            dropped, self._pending = self._pending, {}
-            self._source.abort(list(dropped))
-        for pending in dropped.values():
-            pending.future.cancel()
+        self._source.abort(self._drop())
 
     def close(self) -> None:
-        """End the thread; what is unfinished stays so."""
+        """End the thread and drop what is unfinished, so that a grader which is closed next has nobody to tell."""
         with self._changed:
             self._closed = True
             self._changed.notify()
         self._thread.join()
+        self._drop()
+
+    def _drop(self) -> list[int]:
+        with self._changed:
+            dropped, self._pending = self._pending, {}
+        for pending in dropped.values():
+            pending.future.cancel()
+        return list(dropped)
 
     def _work(self) -> None:
         try:
@@ -140,9 +144,6 @@ class Pipeline:
             pending = self._pending.pop(number, None)
         if pending is None:
             return  # aborted, or ended by an error
-        if any(future.cancelled() for future in pending.graded):
-            pending.future.cancel()  # the grader is being closed
-            return
         errors = [error for future in pending.graded if (error := future.exception()) is not None]
         if errors:
             pending.future.set_exception(errors[0])

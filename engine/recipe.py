@@ -168,11 +168,7 @@ class Rollout(Section):
     def _on_policy_sampling(self) -> Self:
         if self.allow_off_policy_sampling:
             return self
-        for key, value, neutral in (
-            ("top_p", self.top_p, 1.0),
-            ("top_k", self.top_k, 0),
-            ("min_p", self.min_p, 0.0),
-        ):
+        for key, value, neutral in (("top_p", self.top_p, 1.0), ("top_k", self.top_k, 0), ("min_p", self.min_p, 0.0)):
             if value != neutral:
                 raise ValueError(
                     f"rollout.{key} = {value}: the trainer's softmax does not know it, so the ratio would be wrong; "
@@ -202,15 +198,7 @@ class Sandbox(Section):
     """Processes and threads of a program at once."""
     tmp_mb: Positive = 16
     """The size of its /tmp."""
-    require: tuple[str, ...] = (
-        "network",
-        "files",
-        "read_only",
-        "fork_cap",
-        "orphan",
-        "output_flood",
-        "descriptors",
-    )
+    require: tuple[str, ...] = ("network", "files", "read_only", "fork_cap", "orphan", "output_flood", "descriptors")
     """Protections that the start-up self-test must find; `rlvr doctor` lists them."""
 
 
@@ -383,13 +371,9 @@ class Recipe(Section):
         return {**table, "lora": {}}
 
     @model_validator(mode="after")
-    def _not_both_ways(self) -> Self:
+    def _whole_weights(self) -> Self:
         if self.lora is not None and self.full is not None:
             raise ValueError("[lora] and [full] are both there: a run trains an adapter or the weights; drop one")
-        return self
-
-    @model_validator(mode="after")
-    def _weights_are_merged(self) -> Self:
         if self.full is not None and self.sync.install != "merged":
             raise ValueError(
                 f"sync.install = {self.sync.install!r} with [full]: whole weights have no adapter; use 'merged'"
@@ -401,9 +385,7 @@ class Recipe(Section):
         used = (self.train.device, *self.rollout.devices)
         if self.sync.transport != "nccl":
             return self
-        if any(not device.startswith("cuda") for device in used):
-            raise ValueError(f"sync.transport = 'nccl' with devices {', '.join(used)}: it needs GPUs; use 'auto'")
-        if len(set(used)) < len(used):
+        if len(set(used)) < len(used) or any(not device.startswith("cuda") for device in used):
             raise ValueError(
                 f"sync.transport = 'nccl' with devices {', '.join(used)}: it needs a GPU for each; use 'auto'"
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,11 @@ class Subject:
     adapter: Trained | None = None
     """For the snapshot's model."""
     step: int | None = None
+    """After which it was trained so far."""
     home: Path | None = None
     """The run's folder, where there is one."""
+    part: str = "model"
+    """What of the run it is, for the name of a folder: `base`, `step-000050`, or `model`, its end."""
 
     def identity(self) -> dict[str, Any]:
         """What protocol.json says of the model."""
@@ -58,7 +61,7 @@ def find_subject(
     if (folder / CONFIG).is_file():
         trained = read(folder, None)
         settings = _settings(recipe, overrides, str(trained.info["base_model"]), sha256)
-        return _with_adapter(folder.resolve().name, settings, trained, None)
+        return _trained(folder.resolve().name, settings, trained, None)
     settings = _settings(recipe, overrides, given, sha256)
     snapshot = resolve(settings.model.source, settings.model.sha256)
     return Subject(folder.resolve().name if folder.is_dir() else given, settings, snapshot)
@@ -84,15 +87,17 @@ def _of_run(folder: Path, recipe: Recipe, step: int | None, base: bool) -> Subje
     """A run's end, one of its checkpoints, or its base."""
     name = recipe.run.name
     if base:
-        return Subject(f"{name}, base", recipe, resolve(recipe.model.source, recipe.model.sha256), home=folder)
+        snapshot = resolve(recipe.model.source, recipe.model.sha256)
+        return Subject(f"{name}, base", recipe, snapshot, home=folder, part="base")
     trained = read(folder, step)
-    label = f"{name}, step {step}" if step is not None else name
-    if trained.factors is not None:
-        return _with_adapter(label, recipe, trained, folder)
-    model = Snapshot(str(trained.folder), trained.folder, hash_folder(trained.folder))
-    return Subject(label, recipe, model, step=trained.info["step"], home=folder)
+    if step is None:
+        return _trained(name, recipe, trained, folder)
+    return replace(_trained(f"{name}, step {step}", recipe, trained, folder), part=f"step-{step:06d}")
 
 
-def _with_adapter(name: str, recipe: Recipe, trained: Trained, home: Path | None) -> Subject:
-    snapshot = base_of(trained, recipe.model.source, any_base=False)
-    return Subject(name, recipe, snapshot, trained, trained.info["step"], home)
+def _trained(name: str, recipe: Recipe, trained: Trained, home: Path | None) -> Subject:
+    if trained.factors is None:
+        snapshot, adapter = Snapshot(str(trained.folder), trained.folder, hash_folder(trained.folder)), None
+    else:
+        snapshot, adapter = base_of(trained, recipe.model.source, any_base=False), trained
+    return Subject(name, recipe, snapshot, adapter, trained.info["step"], home)

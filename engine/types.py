@@ -22,6 +22,9 @@ if TYPE_CHECKING:  # the torch-free commands load this page too
 Message = Mapping[str, str]
 """One chat message: role and content."""
 
+LORA_SLOTS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The ranks that vLLM makes LoRA slots of, its --max-lora-rank; an adapter takes the next one that is large enough."""
+
 Factors = Mapping[str, "tuple[torch.Tensor, torch.Tensor]"]
 """LoRA factors by module name, as transformers spells it: A `[rank, in]` and B `[out, rank]`, both fp32."""
 

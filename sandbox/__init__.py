@@ -4,6 +4,7 @@ from sandbox.jail import find_nsjail
 from sandbox.pool import Pool
 from sandbox.selftest import PROTECTIONS, selftest
 from sandbox.types import (
+    VERDICTS,
     AssertTests,
     CallCase,
     CallTests,
@@ -20,6 +21,7 @@ from sandbox.types import (
 
 __all__ = [
     "PROTECTIONS",
+    "VERDICTS",
     "AssertTests",
     "CallCase",
     "CallTests",

@@ -37,6 +37,7 @@ def test_ctrl_c_twice_ends_a_run_now(recipe: Path, tmp_path: Path) -> None:
     assert "interrupted" in errors
     assert "Traceback" not in errors
     assert gone(children)
+    assert not list((tmp_path / "run").glob("checkpoints/*.part"))
 
 
 def test_a_killed_sampler_is_replaced_and_the_run_goes_on(recipe: Path, tmp_path: Path) -> None:

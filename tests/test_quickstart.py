@@ -144,7 +144,7 @@ def test_a_factor_that_vllm_has_no_place_for_fails_the_sync(parts: Parts) -> Non
         parts.samplers.bind(renamed)
 
 
-def test_a_whole_run_writes_what_a_person_needs(snapshot: Snapshot, tmp_path: Path) -> None:
+def test_a_whole_run_writes_what_a_person_needs_and_its_seed_repeats_it(snapshot: Snapshot, tmp_path: Path) -> None:
     from engine.record import create_folder
     from engine.run import run
 
@@ -160,6 +160,9 @@ def test_a_whole_run_writes_what_a_person_needs(snapshot: Snapshot, tmp_path: Pa
     assert [line["step"] for line in first] == [1, 2]
     assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").stat().st_size > 1e6
     assert processes().keys() == others
+
+    run(RECIPE, create_folder(tmp_path / "again"), snapshot, len(os.sched_getaffinity(0)))
+    assert metrics(tmp_path / "again") == first
 
 
 def metrics(folder: Path) -> list[dict[str, float]]:

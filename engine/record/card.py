@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from engine.types import LORA_SLOTS
+
 PEFT = """```python
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
@@ -33,8 +35,6 @@ tokenizer = AutoTokenizer.from_pretrained("THIS_FOLDER")
 ```
 or `vllm serve THIS_FOLDER`."""
 CHECK = "`rlvr check THIS_FOLDER` compares log-probs that vLLM serves with those of the trainer."
-VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""The values that vLLM takes for --max-lora-rank, from the smallest that any adapter fits."""
 
 
 def card(info: Mapping[str, Any]) -> str:
@@ -54,7 +54,7 @@ def card(info: Mapping[str, Any]) -> str:
     else:
         what, ways = "A LoRA adapter", {"PEFT": PEFT, "vLLM": VLLM, "SGLang": SGLANG + SPLIT}
         ways["To be sure"] = CHECK
-    served = next((r for r in VLLM_RANKS if rank and r >= rank), rank)
+    served = next((r for r in LORA_SLOTS if rank and r >= rank), rank)
     sections = [f"## {name}\n\n{text.format(base=loadable, rank=served)}" for name, text in ways.items()]
     head = f"---\nbase_model: {loadable}\nlibrary_name: {'transformers' if form == 'merged' else 'peft'}\n---"
     title = f"# {what} trained with rlvr, for {loadable}"

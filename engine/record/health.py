@@ -11,29 +11,36 @@ WINDOW = 8
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """A metric's healthy range."""
+    """A metric's healthy range, and what to do on either side of it."""
 
     metric: str
     low: float
     high: float
-    advice: str
+    below: str
+    above: str
 
 
 RANGES = (
-    Range("entropy", 0.02, float("inf"), "the policy has become nearly deterministic: raise loss.clip_high or "
-          "loss.entropy, or lower optim.lr"),
-    Range("grad_norm", 0.0, 10.0, "gradients are large: lower optim.lr, or look for a few very long completions"),
-    Range("completions/truncated_share", 0.0, 0.3, "many answers run into rollout.max_tokens: raise it, or set "
-          "loss.mask_truncated"),
-    Range("groups/mixed_share", 0.2, 1.0, "few groups have a signal: take tasks that are neither too easy nor too "
-          "hard, raise rollout.group_size, or set rollout.refill"),
-    Range("mismatch/mean_abs_logprob", 0.0, 0.1, "sampler and trainer disagree about the sampled tokens: use one "
-          "dtype for both, lower rollout.max_lag, or set loss.correction"),
-    Range("sandbox/infra", 0.0, 0.0, "programs could not be judged: rlvr sandbox check, and look at log.txt"),
-    Range("sandbox/soft_share", 0.0, 0.05, "verdicts stand on the wall clock because the machine is overloaded: lower "
-          "sandbox.workers"),
-    Range("train/skipped", 0.0, 0.5, "most steps change nothing: no group has a signal, or gradients are no numbers"),
+    Range("entropy", 0.05, 0.5,
+          below="the policy has become nearly deterministic: raise loss.clip_high or loss.entropy, or lower optim.lr",
+          above="the policy is unsure of what it writes: early in a run that passes; if it grows, lower loss.entropy "
+                "or optim.lr"),
+    Range("grad_norm", 0.001, 1.0,
+          below="almost nothing is learnt from: look at groups/mixed_share and reward/std",
+          above="gradients are large: lower optim.lr, or look for a few very long completions"),
+    Range("completions/truncated_share", 0.0, 0.3, below="",
+          above="many answers run into rollout.max_tokens: raise it, or set loss.mask_truncated"),
+    Range("groups/mixed_share", 0.2, 1.0, above="",
+          below="few groups have a signal: take tasks that are neither too easy nor too hard, raise "
+                "rollout.group_size, or set rollout.refill"),
+    Range("mismatch/mean_abs_logprob", 0.0, 0.1, below="",
+          above="sampler and trainer disagree about the sampled tokens: use one dtype for both, or set "
+                "loss.correction"),
+    Range("sandbox/infra", 0.0, 0.0, below="",
+          above="programs could not be judged: rlvr sandbox check, and look at log.txt"),
 )  # fmt: skip
+"""Those of axolotl's docs/training_stability.qmd for GRPO, its share of groups without a spread turned round; and
+INFRA, of which there should be none."""
 
 
 class Health:
@@ -52,10 +59,11 @@ class Health:
             if not values:
                 continue
             mean = sum(values) / len(values)
-            ill = not known.low <= mean <= known.high
+            ill = mean > known.high or not mean >= known.low  # NaN is ill
             if ill and known.metric not in self._said:
                 self._said.add(known.metric)
-                lines.append(f"warning: {known.metric} averages {mean:.3g} over {len(values)} steps: {known.advice}")
+                advice = known.above if mean > known.high else known.below
+                lines.append(f"warning: {known.metric} averages {mean:.3g} over {len(values)} steps: {advice}")
             elif not ill and known.metric in self._said:
                 self._said.remove(known.metric)
                 lines.append(f"{known.metric} is healthy again, {mean:.3g}")

@@ -17,17 +17,13 @@ from vllm import SamplingParams, TokensPrompt
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from engine.rollout.admission import Admission
-from engine.rollout.messages import Group, SamplerConfig, VllmLost
+from engine.rollout.book import Book
+from engine.rollout.messages import SamplerConfig, VllmLost
 from engine.rollout.requests import (
-    BLOCK_SIZE,
     SCORE_PRIORITY,
-    STEP_TOKENS,
     adapter_of,
-    completion_of,
     engine_arguments,
     require_alone,
-    sampling_params,
     score_params,
     scores_of,
     slowest,
@@ -51,52 +47,32 @@ class AsyncEngine:
 
     def __init__(self, config: SamplerConfig) -> None:
         self.version = vllm.__version__
-        self.tokens = 0
-        """Sampled in finished completions."""
+        self.book = Book(text=config.tokenizer)
         self._config = config
-        self._requests: dict[str, tuple[Group, int]] = {}
         self._watching: set[asyncio.Task[None]] = set()
-        self._finished: list[Completion] = []
-        self._names = itertools.count()
-        self._admission = Admission(BLOCK_SIZE, STEP_TOKENS)
+        self._scores = itertools.count()
         self._adapter = adapter_of(config)
         self._loop = asyncio.new_event_loop()
         self._landed = asyncio.Event()
         self._heard = time.monotonic()
         self._engine = self._loop.run_until_complete(self._open())
 
-    @property
-    def unfinished(self) -> int:
-        """Completions that are being sampled, wait for it, or have not been handed out by `step`."""
-        return len(self._requests) + len(self._admission) + len(self._finished)
-
-    def submit(self, groups: tuple[Group, ...]) -> None:
-        """Queue groups; their completions come out of `step`, each as it finishes."""
-        for group in groups:
-            self._admission.add(group)
-
     def step(self) -> list[Completion]:
         """The completions that have finished; waits a moment for one. Returns only while vLLM's core goes on."""
         self._run(self._advance())
-        landed, self._finished = self._finished, []
         self._landed.clear()
-        return landed
+        return self.book.take()
 
     def abort(self, groups: tuple[int, ...]) -> None:
         """Drop what is left of the groups; none of it comes out of `step` any more."""
-        self._admission.drop(groups)
-        self._finished = [c for c in self._finished if c.group not in groups]
-        names = [name for name, (group, _) in self._requests.items() if group.group in groups]
-        for name in names:
-            del self._requests[name]
-        self._run(self._engine.abort(names))
+        self._run(self._engine.abort(self.book.drop(groups)))
 
     def score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
         """Log-prob of every token but the first under the installed weights, at temperature 1.
 
         What is being sampled goes on meanwhile; RuntimeError where vLLM can't do both.
         """
-        require_alone(self._config, self.unfinished)
+        require_alone(self._config, self.book.unfinished)
         return self._run(self._score(token_ids))
 
     def bind(self, address: dict[str, Any]) -> int:
@@ -122,12 +98,9 @@ class AsyncEngine:
         return engine
 
     async def _advance(self) -> None:
-        for group, member in self._admission.next_wave():
-            name = str(next(self._names))
-            self._requests[name] = (group, member)
-            params = sampling_params(group.sampling, group.seeds[member], text=self._config.tokenizer)
+        for name, group, params in self.book.admit():
             await self._add(name, group.prompt_ids, params)
-        if len(self._admission):
+        if self.book.waiting:
             # Others wait for these prompts to be computed. The first answer may come before the step that does it.
             await self._pulse()
             await self._pulse()
@@ -150,16 +123,12 @@ class AsyncEngine:
         self._watching.add(task)
 
     async def _watch(self, name: str, answer: Any) -> None:
-        out = await answer.get()
-        if (asked := self._requests.pop(name, None)) is not None:
-            completion = completion_of(out, *asked)
-            self.tokens += len(completion.token_ids)
-            self._finished.append(completion)
-            self._landed.set()
+        self.book.land(name, await answer.get())
+        self._landed.set()
 
     async def _score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
         prompt = TokensPrompt(prompt_token_ids=list(token_ids))
-        name = f"score-{next(self._names)}"
+        name = f"score-{next(self._scores)}"
         [out] = [
             out
             async for out in self._engine.generate(
@@ -170,7 +139,7 @@ class AsyncEngine:
 
     async def _install(self, version: int) -> dict[str, float]:
         start = time.perf_counter()
-        in_the_middle = bool(self._requests)
+        in_the_middle = self.book.sampling > 0
         if in_the_middle:
             await self._engine.pause_generation(mode="keep", clear_cache=False)
         paused = time.perf_counter()
@@ -178,7 +147,7 @@ class AsyncEngine:
         written = time.perf_counter()
         if not await self._engine.reset_prefix_cache(reset_running_requests=True):
             raise RuntimeError(f"install of version {version}: vLLM did not drop its prefix cache")
-        self._admission.forget()
+        self.book.forget_cache()
         await self._engine.update_weight_version(str(version))
         if in_the_middle:
             await self._engine.resume_generation()

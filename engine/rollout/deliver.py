@@ -17,6 +17,9 @@ class Transport(Protocol):
     def address(self) -> dict[str, Any]:
         """What a sampler needs to find or receive them."""
 
+    def write(self, tensors: Any) -> None:
+        """Take over the trainer's tensors, which are sent from now on."""
+
     def meet(self, members: Mapping[int, int]) -> list[dict[str, Any] | None]:
         """What each member must be told for the next `send`; `members` has their numbers of workers."""
 

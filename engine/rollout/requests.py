@@ -11,7 +11,7 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 
 from engine.rollout.messages import Group, SamplerConfig, Sampling
-from engine.types import Completion
+from engine.types import LORA_SLOTS, Completion
 
 BLOCK_SIZE = 32
 """Tokens of a KV block; the smallest that vLLM's CPU attention takes."""
@@ -19,8 +19,6 @@ STEP_TOKENS = 2048
 SCORE_PRIORITY = -1
 """The canary goes ahead of the groups that are being sampled, which have 0."""
 EXTENSION = "engine.sync.extension.WorkerExtension"
-SLOT_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""The ranks that vLLM makes LoRA slots of."""
 ADAPTER_ID = 1
 """As `engine.sync` makes it known inside the worker, empty."""
 NO_FILE = "written in place"
@@ -127,9 +125,9 @@ def slowest(ranks: Sequence[dict[str, float]]) -> dict[str, float]:
 def _lora(config: SamplerConfig) -> dict[str, Any]:
     if config.install == "merged":
         return {}
-    rank = next((rank for rank in SLOT_RANKS if rank >= config.lora_rank), None)
+    rank = next((rank for rank in LORA_SLOTS if rank >= config.lora_rank), None)
     if config.lora_rank < 1 or rank is None:
-        raise ValueError(f"an adapter of rank {config.lora_rank}: vLLM's slots take 1 to {SLOT_RANKS[-1]}")
+        raise ValueError(f"an adapter of rank {config.lora_rank}: vLLM's slots take 1 to {LORA_SLOTS[-1]}")
     return {
         "enable_lora": True,
         "max_loras": 1,

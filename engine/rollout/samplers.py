@@ -169,12 +169,14 @@ class Samplers:
             self._transport = transport
             return min(a.names for a in self._ask(Bind(transport.address), Bound, "binding the trainer's tensors"))
 
-    def install(self, version: int) -> dict[str, float]:
-        """Have every sampler take over what was written as `version`; the slowest one's seconds of each phase.
+    def install(self, version: int, tensors: Any) -> dict[str, float]:
+        """Have every sampler take over the trainer's tensors as `version`; the slowest one's seconds of each phase.
 
+        They are written here, under the lock: a sampler that is replaced at any other time gets the last version whole.
         Raises SamplerError where a sampler can't be kept alive, and where the tensors don't arrive.
         """
         with self._lock:
+            self._bound.write(tensors)
             self._version = version
             pending, seconds, why = list(self._slots), list[dict[str, float]](), ""
             for _ in range(DELIVERIES):

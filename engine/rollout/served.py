@@ -19,11 +19,10 @@ from typing import Any
 
 from engine.errors import RunError
 from engine.rollout.sampler import child_environment
+from engine.types import LORA_SLOTS
 
 SERVE_SECONDS = 1800.0
 KV_CACHE_BYTES = 256 << 20
-SLOT_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""The ranks that vLLM makes LoRA slots of, from the smallest that any adapter fits."""
 _PR_SET_PDEATHSIG = 1
 
 Scores = tuple[tuple[float, ...], ...]
@@ -60,9 +59,9 @@ def serve(
     fails or hangs; the child and all that it started are gone afterwards.
     """
     request, answer, log = (scratch / name for name in ("request.json", "answer.json", "vllm.log"))
-    slots = next((slot for slot in SLOT_RANKS if slot >= rank), None)
+    slots = next((slot for slot in LORA_SLOTS if slot >= rank), None)
     if slots is None:
-        raise RunError(f"an adapter of rank {rank}: vLLM's slots take at most {SLOT_RANKS[-1]}")
+        raise RunError(f"an adapter of rank {rank}: vLLM's slots take at most {LORA_SLOTS[-1]}")
     request.write_text(
         json.dumps(
             {
@@ -161,11 +160,12 @@ def _served(llm: Any, number: int, path: str, texts: list[list[int]]) -> dict[st
 
 def _score(llm: Any, text: list[int], lora: Any) -> list[float]:
     """One text at a time: vLLM 0.32 adds a head's factors to a prompt's logits by the rows of what is sampled."""
-    from vllm import SamplingParams, TokensPrompt
+    from vllm import TokensPrompt
 
-    params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
-    [out] = llm.generate(TokensPrompt(prompt_token_ids=text), params, lora_request=lora, use_tqdm=False)
-    return [row[token].logprob for row, token in zip(out.prompt_logprobs[1:], text[1:], strict=True)]
+    from engine.rollout.requests import score_params, scores_of
+
+    [out] = llm.generate(TokensPrompt(prompt_token_ids=text), score_params(), lora_request=lora, use_tqdm=False)
+    return list(scores_of(out, text))
 
 
 def _where(worker: Any, number: int) -> tuple[list[str], list[str]]:

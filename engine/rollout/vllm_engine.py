@@ -9,17 +9,13 @@ from typing import Any
 import vllm
 from vllm import LLM, SamplingParams, TokensPrompt
 
-from engine.rollout.admission import Admission
-from engine.rollout.messages import Group, SamplerConfig
+from engine.rollout.book import Book
+from engine.rollout.messages import SamplerConfig
 from engine.rollout.requests import (
-    BLOCK_SIZE,
     SCORE_PRIORITY,
-    STEP_TOKENS,
     adapter_of,
-    completion_of,
     engine_arguments,
     require_alone,
-    sampling_params,
     score_params,
     scores_of,
     slowest,
@@ -32,50 +28,30 @@ class VllmEngine:
 
     def __init__(self, config: SamplerConfig) -> None:
         self.version = vllm.__version__
-        self.tokens = 0
-        """Sampled in finished completions."""
+        self.book = Book(text=config.tokenizer)
         self._config = config
-        self._requests: dict[str, tuple[Group, int]] = {}
-        self._finished: list[Completion] = []
-        self._names = itertools.count()
-        self._admission = Admission(BLOCK_SIZE, STEP_TOKENS)
+        self._scores = itertools.count()
         self._adapter = adapter_of(config)
         self._llm = LLM(**engine_arguments(config))
         self._rpc("rlvr_open", config.model_dir)
         self._label(0)
 
-    @property
-    def unfinished(self) -> int:
-        """Completions that are being sampled, wait for it, or have not been handed out by `step`."""
-        return len(self._requests) + len(self._admission) + len(self._finished)
-
-    def submit(self, groups: tuple[Group, ...]) -> None:
-        """Queue groups; their completions come out of `step`, each as it finishes."""
-        for group in groups:
-            self._admission.add(group)
-
     def step(self) -> list[Completion]:
         """One engine step; the completions that finished in it."""
         self._advance()
-        landed, self._finished = self._finished, []
-        return landed
+        return self.book.take()
 
     def abort(self, groups: tuple[int, ...]) -> None:
         """Drop what is left of the groups; none of it comes out of `step` any more."""
-        self._admission.drop(groups)
-        self._finished = [c for c in self._finished if c.group not in groups]
-        names = [name for name, (group, _) in self._requests.items() if group.group in groups]
-        self._llm.llm_engine.abort_request(names)
-        for name in names:
-            del self._requests[name]
+        self._llm.llm_engine.abort_request(self.book.drop(groups))
 
     def score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
         """Log-prob of every token but the first under the installed weights, at temperature 1.
 
         What is being sampled goes on meanwhile; RuntimeError where vLLM can't do both.
         """
-        require_alone(self._config, self.unfinished)
-        name = f"score-{next(self._names)}"
+        require_alone(self._config, self.book.unfinished)
+        name = f"score-{next(self._scores)}"
         self._add(name, token_ids, score_params(), SCORE_PRIORITY)
         while not (answers := [out for out in self._advance() if out.request_id == name]):
             pass
@@ -98,22 +74,16 @@ class VllmEngine:
         start = time.perf_counter()
         if not self._llm.llm_engine.reset_prefix_cache(reset_running_requests=True):
             raise RuntimeError(f"install of version {version}: vLLM did not drop its prefix cache")
-        self._admission.forget()
+        self.book.forget_cache()
         self._label(version)
         return seconds | {"kv": time.perf_counter() - start}
 
     def _advance(self) -> list[Any]:
-        for group, member in self._admission.next_wave():
-            name = str(next(self._names))
-            self._requests[name] = (group, member)
-            params = sampling_params(group.sampling, group.seeds[member], text=self._config.tokenizer)
+        for name, group, params in self.book.admit():
             self._add(name, group.prompt_ids, params, priority=0)
         finished = [out for out in self._llm.llm_engine.step() if out.finished]
         for out in finished:
-            if (asked := self._requests.pop(out.request_id, None)) is not None:
-                completion = completion_of(out, *asked)
-                self.tokens += len(completion.token_ids)
-                self._finished.append(completion)
+            self.book.land(out.request_id, out)
         return finished
 
     def _add(self, name: str, token_ids: tuple[int, ...], params: SamplingParams, priority: int) -> None:

@@ -80,14 +80,15 @@ def _serve(connection: Connection) -> None:
         from engine.rollout.vllm_engine import VllmEngine as Engine  # type: ignore[assignment]
 
     engine = Engine(config)
+    book = engine.book
     connection.send(Ready(engine.version, time.perf_counter() - start))
     submits, busy_seconds, last_beat = 0, 0.0, time.monotonic()
     while True:
-        while connection.poll(0 if engine.unfinished else None):
+        while connection.poll(0 if book.unfinished else None):
             match connection.recv():
                 case Submit(groups):
                     submits += 1
-                    engine.submit(groups)
+                    book.add(groups)
                 case Abort(numbers):
                     engine.abort(numbers)
                 case Score(token_ids):
@@ -104,9 +105,9 @@ def _serve(connection: Connection) -> None:
         busy_seconds += time.perf_counter() - start
         for completion in landed:
             connection.send(Landed(completion))
-        if not engine.unfinished or time.monotonic() - last_beat > BEAT_SECONDS:
+        if not book.unfinished or time.monotonic() - last_beat > BEAT_SECONDS:
             last_beat = time.monotonic()
-            connection.send(Beat(submits, engine.unfinished, engine.tokens, busy_seconds, _resident_mb()))
+            connection.send(Beat(submits, book.unfinished, book.tokens, busy_seconds, _resident_mb()))
 
 
 def _resident_mb() -> float:

@@ -145,10 +145,10 @@ class Trainer:
         updates = [update for update in updates if update.batches]
         if not updates:
             return _nothing_trained(lr)
-        if self._recipe.optim.updates > 1:
-            updates = [replace(u, old=tuple(self._logprobs(batch) for batch in u.batches)) for u in updates]
         self._gauge.clear()
         try:
+            if self._recipe.optim.updates > 1:
+                updates = [replace(u, old=tuple(self._logprobs(batch) for batch in u.batches)) for u in updates]
             done = [self._update(update) for update in updates]
         except RuntimeError as error:
             if not is_out_of_memory(error):
@@ -360,12 +360,13 @@ def learning_rate_factor(step: int, steps: int, warmup: int, schedule: str) -> f
 
 def _largest_gaps(gap: torch.Tensor, sequences: torch.Tensor) -> dict[int, tuple[tuple[int, float], ...]]:
     """See `StepStats.gaps`; gap and sequences are `[N]`, a completion's rows in its tokens' order."""
-    far = gap.abs() >= LEAST_GAP
+    names, lengths = sequences.cpu().unique_consecutive(return_counts=True)
     found = {}
-    for sequence in sequences[far].unique().tolist():
-        own = gap[sequences == sequence]
-        at = own.abs().topk(min(GAPS, int((own.abs() >= LEAST_GAP).sum()))).indices.sort().values
-        found[sequence] = tuple(zip(at.tolist(), own[at].tolist(), strict=True))
+    for name, own in zip(names.tolist(), gap.cpu().split(lengths.tolist()), strict=True):
+        sizes, at = own.abs().topk(min(GAPS, len(own)))
+        at = at[sizes >= LEAST_GAP].sort().values
+        if len(at):
+            found[name] = tuple(zip(at.tolist(), own[at].tolist(), strict=True))
     return found
 
 

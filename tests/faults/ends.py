@@ -1,4 +1,4 @@
-"""Faults on the real parts, one a test: what a person reads, what is left, and that the run goes on from there."""
+"""Faults on the real parts, beyond tests/test_ends.py: what a person reads, what is left, and that the run goes on."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ import pytest
 from engine.tasks import Curriculum, load_tasks
 from tests.faults.left import Left
 from tests.small import below, facts, finish, lines_of, make_model, start, wait_for, write_recipe
-
-SLOW_STEPS = ("--set", "rollout.prompts_per_step=48", "--set", "tasks.heldout={}")
 
 
 @pytest.fixture(scope="module")
@@ -79,19 +77,6 @@ def test_a_full_disk(recipe: Path, expected: dict[str, Any], small_disk: Path, r
     assert facts(folder) == expected
 
 
-def test_a_killed_sampler_is_replaced(recipe: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    run = start(recipe, folder)
-    wait_for(run, lambda: lines_of(folder) >= 2)
-    os.kill(next(pid for pid, line in below(run.pid).items() if "engine.rollout.worker" in line), signal.SIGKILL)
-    code, out, errors = finish(run)
-    assert code == 0, (out, errors)
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == list(range(1, 13))
-    assert lines[-1]["perf/sampler_restarts"] == 1
-    assert max(line["sync/canary"] for line in lines) < 1e-3
-
-
 def test_killed_jails_change_no_reward(recipe: Path, expected: dict[str, Any], tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run = start(recipe, folder)
@@ -114,21 +99,6 @@ def test_sigterm_saves_and_the_run_goes_on_to_the_bit(recipe: Path, expected: di
     assert "stopped after step" in out
     resumed(recipe, folder, "--allow-change", "checkpoint.every")
     assert facts(folder) == expected
-
-
-def test_ctrl_c_twice_ends_at_once(recipe: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    run = start(recipe, folder, *SLOW_STEPS)
-    wait_for(run, lambda: lines_of(folder) >= 1)
-    os.kill(run.pid, signal.SIGINT)
-    assert run.stderr is not None
-    while "stopping" not in run.stderr.readline():
-        assert run.poll() is None
-    os.kill(run.pid, signal.SIGINT)
-    code, out, errors = finish(run)
-    assert code == 130, (out, errors)
-    assert "interrupted" in errors
-    assert not list(folder.glob("checkpoints/*.part"))
 
 
 def test_a_read_only_folder_is_refused_before_anything_is_loaded(recipe: Path, small_disk: Path) -> None:

@@ -42,7 +42,9 @@ def tied(all_made: dict[str, Made]) -> Made:
 
 
 def peft() -> Any:
-    return pytest.importorskip("peft", reason="peft is not installed: pip install 'rlvr[dev]'")
+    import peft  # slow to import, and most tests do not need it
+
+    return peft
 
 
 def names_of(folder: Path) -> set[str]:

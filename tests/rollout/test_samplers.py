@@ -47,9 +47,8 @@ def two(folder: Path, memory: SharedTensors) -> Iterator[Samplers]:
         hang_seconds=HANG_SECONDS,
     )
     samplers.wait_ready()
-    memory.write(factors(load(folder), 1))
     assert samplers.bind(memory) == 10
-    samplers.install(1)
+    samplers.install(1, factors(load(folder), 1))
     yield samplers
     samplers.close()
 
@@ -143,12 +142,9 @@ def test_a_sampler_that_hangs_is_found_and_replaced(two: Samplers, folder: Path)
     assert two.stats()[1].restarts == 1
 
 
-def test_a_sampler_that_dies_before_an_install_is_replaced_by_it(
-    two: Samplers, folder: Path, memory: SharedTensors
-) -> None:
+def test_a_sampler_that_dies_before_an_install_is_replaced_by_it(two: Samplers, folder: Path) -> None:
     os.kill(two.pids[0], signal.SIGKILL)
-    memory.write(factors(load(folder), 2))
-    two.install(2)
+    two.install(2, factors(load(folder), 2))
     two.submit([group(50, 4), group(51, 4)])
     landed = list(two.landed(8))
     assert {c.version for c in landed} == {2}
@@ -162,16 +158,14 @@ def test_a_broadcast_reaches_every_sampler_and_the_one_that_replaces_another(
     with closing(CollectiveTensors(shapes, SCALE)) as sent:
         assert two.bind(sent) == 10
         for version, seed in ((3, 5), (4, 6)):
-            sent.write(factors(load(folder), seed))
-            assert set(two.install(version)) == {"fetch", "write", "kv"}
+            assert set(two.install(version, factors(load(folder), seed))) == {"fetch", "write", "kv"}
             two.submit([group(55, 2), group(56, 2)])
             assert worst_gap(list(two.landed(4)), folder, seed) < CLOSE
         restarts = two.stats()[1].restarts
         os.kill(two.pids[1], signal.SIGKILL)  # the other one is sent home, and has it alone
-        sent.write(factors(load(folder), 5))
-        two.install(5)
+        two.install(5, factors(load(folder), 5))
         assert two.stats()[1].restarts == restarts + 1
-        two.install(6)  # and both are in one group again
+        two.install(6, factors(load(folder), 5))  # and both are in one group again
         two.submit([group(57, 2), group(58, 2)])
         landed = list(two.landed(4))
         assert {c.version for c in landed} == {6}
@@ -179,17 +173,15 @@ def test_a_broadcast_reaches_every_sampler_and_the_one_that_replaces_another(
     two.bind(memory)
 
 
-def test_log_probs_that_are_no_numbers_stop_the_run(two: Samplers, folder: Path, memory: SharedTensors) -> None:
+def test_log_probs_that_are_no_numbers_stop_the_run(two: Samplers, folder: Path) -> None:
     broken = factors(load(folder), 1)
     name, (a, b) = next(iter(broken.items()))
-    memory.write({**broken, name: (a, torch.full_like(b, torch.nan))})
-    two.install(7)
+    two.install(7, {**broken, name: (a, torch.full_like(b, torch.nan))})
     two.submit([group(60, 1)])
     with pytest.raises(SamplerError, match=r"group 60, member 0 \(task task-60\).*token 0 of 24 the log-prob nan"):
         list(two.landed(1))
     two.abort([60])
-    memory.write(factors(load(folder), 1))
-    two.install(8)
+    two.install(8, factors(load(folder), 1))
 
 
 def test_a_sampler_that_can_not_be_started_again_ends_the_run_with_the_reason(two: Samplers, folder: Path) -> None:
