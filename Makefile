@@ -8,6 +8,8 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 BENCHES := sandbox kernels
+# Two files at a time: a test keeps one core busy, starting vLLM most of all, and needs up to 4 GiB.
+PYTEST := python -m pytest -n 2 --dist loadfile
 RUN := PATH="$(CURDIR)/$(BIN):$$PATH"
 
 .PHONY: setup run test fast faults lint bench published clean
@@ -19,10 +21,10 @@ run: setup
 	@$(RUN) rlvr run recipes/quickstart.toml
 
 test: setup
-	@$(RUN) python -m pytest
+	@$(RUN) $(PYTEST)
 
 fast: setup
-	@$(RUN) python -m pytest -m "not slow"
+	@$(RUN) $(PYTEST) -m "not slow"
 
 # Named one by one: plain pytest does not collect them.
 faults: setup

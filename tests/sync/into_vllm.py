@@ -72,6 +72,12 @@ def gaps(completion: Completion, model: PreTrainedModel, start: int, end: int) -
     return [abs(a - b) for a, b in zip(completion.logprobs[start:end], expected[start:end], strict=True)]
 
 
+def check_noise(found: list[float]) -> None:
+    """Rounding alone: 4e-6 on average; among thousands of tokens one may be off by 1e-4 where attention is sharp."""
+    assert sum(found) / len(found) < 1e-5
+    assert max(found) < 5e-4
+
+
 def check_install_in_the_middle(bench: Bench, old: Tensors, new: Tensors) -> None:
     """Tokens before the boundary are the old weights', tokens after it the new ones'; nothing stands still."""
     bench.install(old, 5)
@@ -88,6 +94,6 @@ def check_install_in_the_middle(bench: Bench, old: Tensors, new: Tensors) -> Non
         [(boundary, version)] = completion.boundaries
         assert version == 6
         assert 0 < boundary < len(completion.token_ids) == 400
-        assert max(gaps(completion, old_model, 0, boundary)) < CLOSE
-        assert max(gaps(completion, new_model, boundary, 400)) < CLOSE
+        check_noise(gaps(completion, old_model, 0, boundary))
+        check_noise(gaps(completion, new_model, boundary, 400))
         assert max(gaps(completion, old_model, boundary, 400)) > FAR
