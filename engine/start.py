@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from engine.errors import InputError, RunError
+from engine.imports import without_collector
 from engine.preflight import require, require_devices
 from engine.recipe import Recipe
 from engine.record.folder import choose_folder, create_folder
@@ -68,8 +69,9 @@ def _look(recipe: Recipe) -> tuple[Snapshot, list[str]]:
     """The model, fetched, and what of it is trained. Raises InputError for what only the model can tell."""
     snapshot = resolve(recipe.model.source, recipe.model.sha256)
     # From here on the run's own parts are needed, which take seconds to import.
-    from engine.train.policy import trained_names
-    from engine.train.step import loss_spec
+    with without_collector():
+        from engine.train.policy import trained_names
+        from engine.train.step import loss_spec
 
     try:
         loss_spec(recipe)

@@ -157,6 +157,8 @@ class Jail:
                 _, told, wall, used = runner.TICK.unpack(frame)
                 observer = observer or watch.Observer(self.pid, self.spent, self.limits)
                 reason = observer.judge(wall, used) if told == seq else runner.ALIVE
+                if told == seq and self.group is not None and cgroup.oomed(self.group):
+                    reason = runner.MEMORY  # judged already; what is left of it may sleep for long
                 if reason != runner.ALIVE:
                     self._send(runner.KILL.pack(b"K", seq, reason), [])
             elif kind == b"D" and len(frame) >= runner.DONE.size:

@@ -15,6 +15,7 @@ import time
 import traceback
 from multiprocessing.connection import Connection
 
+from engine.imports import without_collector
 from engine.rollout.messages import (
     Abort,
     Beat,
@@ -74,16 +75,13 @@ def _end_together(connection: Connection) -> None:
 def _serve(connection: Connection) -> None:
     config: SamplerConfig = connection.recv()
     start = time.perf_counter()
-    # Heavy, and only this process may import vLLM. Its millions of objects stay: looking through them for garbage takes
-    # a sixth of the start.
-    gc.disable()
-    if config.engine == "async":
-        from engine.rollout.async_engine import AsyncEngine as Engine
-    else:
-        from engine.rollout.vllm_engine import VllmEngine as Engine  # type: ignore[assignment]
+    with without_collector():  # only this process may import vLLM
+        if config.engine == "async":
+            from engine.rollout.async_engine import AsyncEngine as Engine
+        else:
+            from engine.rollout.vllm_engine import VllmEngine as Engine  # type: ignore[assignment]
 
-    gc.freeze()
-    gc.enable()
+    gc.freeze()  # millions of vLLM's objects, which vLLM's own collections would look through
     engine = Engine(config)
     book = engine.book
     connection.send(Ready(engine.version, time.perf_counter() - start))

@@ -34,7 +34,7 @@ MAX_FRAME = 16384
 STDERR_TAIL = 4096
 OTHERS = 5  # processes of the jail's uid that are not the case's: the zygote, this runner, spares
 
-ALIVE, CPU, HOST_CPU, WALL, STARVED = range(5)  # reasons
+ALIVE, CPU, HOST_CPU, WALL, STARVED, MEMORY = range(6)  # reasons
 
 CONTROL_FD = 3
 CODE_FD = 4

@@ -345,6 +345,16 @@ def test_a_case_that_dies_of_memory_spares_the_others(attack: Attack) -> None:
     assert [case.verdict for case in verdict.cases] == ["AC", "MLE", "AC"]
 
 
+def test_a_tree_that_lost_a_process_for_want_of_memory_is_ended_at_once(attack: Attack) -> None:
+    program = (
+        "import os, time\nfor _ in range(8):\n if os.fork()==0:\n  x=bytearray(60<<20)\n"
+        "  for i in range(0,len(x),4096): x[i]=1\n  time.sleep(600)\nfor _ in range(8): os.wait()"
+    )
+    verdict = attack(program, ONE, dataclasses.replace(LIMITS, wall_seconds=300.0))
+    assert verdict.verdict == "MLE"
+    assert verdict.wall_seconds < 60
+
+
 def test_early_stop_leaves_the_rest_not_passed(attack: Attack) -> None:
     verdict = attack("x=int(input())\nprint(x+1 if x==1 else 0)", INC)
     assert (verdict.verdict, verdict.passed, verdict.total, len(verdict.cases)) == ("WA", 1, 3, 2)
