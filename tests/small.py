@@ -87,12 +87,15 @@ def heed_ctrl_c() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def start(recipe: Path, output: Path, *options: str, prefix: tuple[str, ...] = ()) -> subprocess.Popen[str]:
-    """`rlvr run` in a process of its own, in the recipe's folder."""
+def start(
+    recipe: Path, output: Path, *options: str, prefix: tuple[str, ...] = (), python_path: Path | None = None
+) -> subprocess.Popen[str]:
+    """`rlvr run` in a process of its own, in the recipe's folder; `python_path` holds modules that go first."""
     return subprocess.Popen(
         [*prefix, str(Path(sys.executable).parent / "rlvr"), "run", str(recipe), "--output", str(output), *options],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=recipe.parent, start_new_session=True,
-        preexec_fn=heed_ctrl_c, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        preexec_fn=heed_ctrl_c,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, filter(None, (python_path, ROOT))))},
     )  # fmt: skip
 
 

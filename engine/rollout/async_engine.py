@@ -50,7 +50,7 @@ class AsyncEngine:
         self.book = Book(text=config.tokenizer)
         self._config = config
         self._watching: set[asyncio.Task[None]] = set()
-        self._scores = itertools.count()
+        self._scores, self._arrivals = itertools.count(), itertools.count()
         self._adapter = adapter_of(config)
         self._loop = asyncio.new_event_loop()
         self._landed = asyncio.Event()
@@ -118,7 +118,10 @@ class AsyncEngine:
 
     async def _add(self, name: str, token_ids: tuple[int, ...], params: SamplingParams) -> None:
         prompt = TokensPrompt(prompt_token_ids=list(token_ids))
-        answer = await self._engine.add_request(name, prompt, params, lora_request=self._adapter, priority=0)
+        arrival = float(next(self._arrivals))  # the order, which the wall clock may not keep
+        answer = await self._engine.add_request(
+            name, prompt, params, arrival_time=arrival, lora_request=self._adapter, priority=0
+        )
         task = self._loop.create_task(self._watch(name, answer))
         self._watching.add(task)
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from engine.errors import RunError
+from engine.rollout.group import await_end
 from engine.rollout.messages import (
     Abort,
     Beat,
@@ -41,6 +42,8 @@ LANDED_SECONDS = 1800.0
 """Between two completions: a long one takes minutes, and a sampler that hangs is found by its heartbeat."""
 SEND_SECONDS = 60.0
 """A sampler that reads nothing for so long, with its socket full, is dead."""
+GROUP_SECONDS = 15.0
+"""For the processes below a sampler, once it has ended."""
 _Answer = TypeVar("_Answer", Ready, Bound, Installed, Scored)
 
 
@@ -197,12 +200,10 @@ class Sampler:
         try:
             self._process.wait(timeout=grace_seconds)
         except subprocess.TimeoutExpired:
-            pass  # it is in the middle of something: the signal below ends it
-        try:
+            self._process.kill()  # it is in the middle of something
+            self._process.wait()
+        if not await_end(self._process.pid, GROUP_SECONDS):  # what it started goes with it, see the worker
             os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass  # the whole group has gone already
-        self._process.wait()
         self._reader.join()
         self._connection.close()
         self._socket.close()

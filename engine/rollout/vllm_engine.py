@@ -30,7 +30,7 @@ class VllmEngine:
         self.version = vllm.__version__
         self.book = Book(text=config.tokenizer)
         self._config = config
-        self._scores = itertools.count()
+        self._scores, self._arrivals = itertools.count(), itertools.count()
         self._adapter = adapter_of(config)
         self._llm = LLM(**engine_arguments(config))
         self._rpc("rlvr_open", config.model_dir)
@@ -88,7 +88,11 @@ class VllmEngine:
 
     def _add(self, name: str, token_ids: tuple[int, ...], params: SamplingParams, priority: int) -> None:
         prompt = TokensPrompt(prompt_token_ids=list(token_ids))
-        self._llm.llm_engine.add_request(name, prompt, params, lora_request=self._adapter, priority=priority)
+        # Requests queue by their order, not by the wall clock, which may be set back in between.
+        arrival = float(next(self._arrivals))
+        self._llm.llm_engine.add_request(
+            name, prompt, params, arrival_time=arrival, lora_request=self._adapter, priority=priority
+        )
 
     def _rpc(self, method: str, *args: object) -> list[Any]:
         """Each worker's answer: one, or as many as the model is split over."""

@@ -16,6 +16,7 @@ import traceback
 from multiprocessing.connection import Connection
 
 from engine.imports import without_collector
+from engine.rollout.group import kill_group
 from engine.rollout.messages import (
     Abort,
     Beat,
@@ -69,7 +70,7 @@ def _end_together(connection: Connection) -> None:
     waiting = select.poll()
     waiting.register(handle, select.POLLIN)
     waiting.poll()
-    os.killpg(0, signal.SIGKILL)
+    kill_group()
 
 
 def _serve(connection: Connection) -> None:

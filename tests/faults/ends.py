@@ -15,7 +15,7 @@ import pytest
 
 from engine.tasks import Curriculum, load_tasks
 from tests.faults.left import Left
-from tests.small import below, facts, finish, lines_of, make_model, start, wait_for, write_recipe
+from tests.small import below, facts, finish, gone, lines_of, make_model, start, wait_for, write_recipe
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +52,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(folder)], check=True)
 
 
-def resumed(recipe: Path, folder: Path, *options: str) -> str:
-    code, out, errors = finish(start(recipe, folder, "--resume", *options))
+def resumed(recipe: Path, folder: Path, *options: str, python_path: Path | None = None) -> str:
+    code, out, errors = finish(start(recipe, folder, "--resume", *options, python_path=python_path))
     assert code == 0, (out, errors)
     return out
 
@@ -99,6 +99,66 @@ def test_sigterm_saves_and_the_run_goes_on_to_the_bit(recipe: Path, expected: di
     assert "stopped after step" in out
     resumed(recipe, folder, "--allow-change", "checkpoint.every")
     assert facts(folder) == expected
+
+
+def test_a_clock_that_jumps_changes_nothing(recipe: Path, expected: dict[str, Any], tmp_path: Path) -> None:
+    """Every look at the wall clock, the trainer's and the sampler's, is off by up to a day, forwards or back."""
+    (tmp_path / "clock").mkdir()
+    (tmp_path / "clock" / "sitecustomize.py").write_text(
+        "import random, time\n"
+        "true, dice = time.time, random.Random(0)\n"
+        "time.time = lambda: true() + dice.uniform(-86400, 86400)\n"
+        "time.time_ns = lambda: int(time.time() * 1e9)\n"
+        "print('the clock jumps', flush=True)\n"
+    )
+    folder = tmp_path / "run"
+    run = start(recipe, folder, "--set", "checkpoint.every=1", python_path=tmp_path / "clock")
+    wait_for(run, lambda: lines_of(folder) >= 4)
+    run.kill()
+    assert "the clock jumps" in run.communicate()[0]
+    out = resumed(recipe, folder, "--allow-change", "checkpoint.every", python_path=tmp_path / "clock")
+    assert "the clock jumps" in out
+    assert "the clock jumps" in (folder / "sampler.log").read_text()
+    assert facts(folder) == expected
+
+
+def test_a_mismatch_above_its_limit_ends_the_run_before_another_step(recipe: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    options = {
+        "sync.max_mismatch": 1e-12, "sync.transport": "gloo", "run.steps": 30, "checkpoint.every": 1,
+        "tasks.heldout": "{}",
+    }  # fmt: skip
+    run = start(recipe, folder, *(f"--set={key}={value}" for key, value in options.items()))
+    code, out, errors = finish(run)
+    assert code == 1, (out, errors)
+    assert "Traceback" not in errors
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert f"step {len(lines)}: trainer and sampler differ by" in errors
+    assert len(lines) < 30
+    far = [line["step"] for line in lines if line["mismatch/mean_abs_logprob"] > 1e-12]
+    assert far == [len(lines)]  # steps before it had no group with a signal
+    assert not (folder / "checkpoints" / f"step-{len(lines):06d}").exists()
+
+
+def test_a_run_survives_the_core_and_nothing_survives_the_run(recipe: Path, tmp_path: Path) -> None:
+    """vLLM's core is a process of its own below the sampler's, where the engine is asynchronous."""
+    folder = tmp_path / "run"
+    options = {"run.steps": 100, "rollout.engine": '"async"', "tasks.heldout": "{}"}
+    run = start(recipe, folder, *(f"--set={key}={value}" for key, value in options.items()))
+    wait_for(run, lambda: lines_of(folder) >= 1)
+    sampler = next(pid for pid, line in below(run.pid).items() if "engine.rollout.worker" in line)
+    [core] = [pid for pid, line in below(sampler).items() if "EngineCore" in line or "spawn_main" in line]
+    os.kill(core, signal.SIGKILL)
+    seen = lines_of(folder)
+    wait_for(run, lambda: lines_of(folder) >= seen + 2)
+    last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["perf/sampler_restarts"] == 1
+    assert last["sync/canary"] < 1e-3
+    processes = below(run.pid)
+    assert any("engine.rollout.worker" in line for line in processes.values())
+    os.kill(run.pid, signal.SIGKILL)
+    finish(run)
+    assert gone(processes, 5)
 
 
 def test_a_read_only_folder_is_refused_before_anything_is_loaded(recipe: Path, small_disk: Path) -> None:

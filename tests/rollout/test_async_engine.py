@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
@@ -13,7 +12,7 @@ import pytest
 
 from engine.rollout import SamplerError, SamplerLost
 from tests.rollout.tiny import RANK, factors, group, load, merged
-from tests.small import below, finish, gone, lines_of, make_model, start, wait_for, write_recipe
+from tests.small import below, gone
 from tests.sync.into_vllm import CLOSE, FAR, Bench, bench, check_install_in_the_middle, gaps
 
 pytestmark = pytest.mark.slow
@@ -100,25 +99,4 @@ def test_the_last_error_of_a_sampler_says_whether_another_one_may_do_better(open
         os.kill(core(opened.sampler.pid), signal.SIGKILL)
         with pytest.raises(SamplerLost, match="vLLM's own process ended"):
             list(opened.sampler.landed(4, deadline_seconds=10))
-    assert gone(processes, 5)
-
-
-def test_a_run_survives_the_core_and_nothing_survives_the_run(tmp_path: Path) -> None:
-    recipe = write_recipe(
-        tmp_path / "recipe.toml", make_model(tmp_path / "model"), tasks_heldout={}, rollout_engine="async"
-    )
-    folder = tmp_path / "run"
-    run = start(recipe, folder, "--set", "run.steps=100")
-    wait_for(run, lambda: lines_of(folder) >= 1)
-    sampler = next(pid for pid, line in below(run.pid).items() if "engine.rollout.worker" in line)
-    os.kill(core(sampler), signal.SIGKILL)
-    seen = lines_of(folder)
-    wait_for(run, lambda: lines_of(folder) >= seen + 2)
-    last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
-    assert last["perf/sampler_restarts"] == 1
-    assert last["sync/canary"] < 1e-3
-    processes = below(run.pid)
-    assert any("engine.rollout.worker" in line for line in processes.values())
-    os.kill(run.pid, signal.SIGKILL)
-    finish(run)
     assert gone(processes, 5)
