@@ -141,7 +141,8 @@ class _Linears(torch.autograd.Function):
         *flat: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         dtype, tokens = cpu_compute_dtype(x.dtype), x.shape[0]
-        wide_x, outputs = x.to(dtype), []
+        wide_x = x.to(dtype)
+        outputs: list[torch.Tensor] = []
         pairs = _paired(present, flat)
         ctx.weights, ctx.present, ctx.scale = weights, present, scale
         if flat and all(merges(tokens, w, dtype) for w, pair in zip(weights, pairs, strict=True) if pair is not None):
