@@ -1,9 +1,10 @@
 """Grouped LoRA linears on a CPU.
 
-In fp32 and with enough rows, a linear's effective weight W + scale * B A is formed anew for each call (a
-product that does not grow with the rows) and used once forward and once backward: y = x W'^T, dx = g W'. What
-is left of the low-rank part are the four skinny products that the factors' gradients need. Its rounding is
-that of one more fp32 addition to each weight, the size of the product's own.
+In fp32 and with enough rows, a linear's effective weight W' = W + scale * B A is formed anew for each call (a
+product that does not grow with the rows) and used once forward and once backward: y = x W'^T, dx = g W'. Its
+rounding is that of one more fp32 addition to each weight, the size of the product's own. Forward, the W' of a
+group and all its A stand below each other, so that x is read once and the outputs and x A^T are columns of one
+product; x A^T is kept, and three skinny products are left for the factors' gradients.
 
 With few rows, or where products are rounded to bf16 (an update is smaller than the weight's last bit there),
 the low-rank part stays apart: one stacked product for all A, `u_i B_i^T` added in place by BLAS's own
@@ -67,6 +68,32 @@ def _effective(
     return torch.addmm(w, factor[1].to(dtype), factor[0].to(dtype), alpha=scale)
 
 
+def _wide_forward(
+    x: torch.Tensor,
+    weights: tuple[torch.Tensor, ...],
+    biases: tuple[torch.Tensor | None, ...],
+    pairs: list[tuple[torch.Tensor, torch.Tensor] | None],
+    scale: float,
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Every linear's output, columns of one product, and x A^T of all that have factors, `[tokens, sum of ranks]`."""
+    sizes = [weight.shape[0] for weight in weights]
+    ranks = [pair[0].shape[0] for pair in pairs if pair is not None]
+    right = torch.empty(sum(sizes) + sum(ranks), x.shape[1], dtype=x.dtype)
+    *rows, a_rows = right.split([*sizes, sum(ranks)])
+    for into, weight, pair in zip(rows, weights, pairs, strict=True):
+        w = weight.detach().to(x.dtype)
+        if pair is None:
+            into.copy_(w)
+        else:
+            torch.addmm(w, pair[1].to(x.dtype), pair[0].to(x.dtype), alpha=scale, out=into)
+    torch.cat([pair[0].detach().to(x.dtype) for pair in pairs if pair is not None], out=a_rows)
+    *outputs, u = torch.nn.functional.linear(x, right).split([*sizes, sum(ranks)], 1)
+    for y, bias in zip(outputs, biases, strict=True):
+        if bias is not None:
+            y.add_(bias.to(x.dtype))
+    return outputs, u.clone()  # a copy, or all outputs would live as long
+
+
 class _InputGradient:
     """dL/dx, summed over a group's linears, with room behind each row for g B.
 
@@ -114,8 +141,14 @@ class _Linears(torch.autograd.Function):
         *flat: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         dtype, tokens = cpu_compute_dtype(x.dtype), x.shape[0]
-        wide_x, outputs = x.to(dtype), []
+        wide_x = x.to(dtype)
+        outputs: list[torch.Tensor] = []
         pairs = _paired(present, flat)
+        ctx.weights, ctx.present, ctx.scale = weights, present, scale
+        if flat and all(merges(tokens, w, dtype) for w, pair in zip(weights, pairs, strict=True) if pair is not None):
+            outputs, u = _wide_forward(wide_x, weights, biases, pairs, scale)
+            ctx.save_for_backward(x, u, *flat)
+            return tuple(y.to(x.dtype) for y in outputs)
         apart = [pair[0] for w, pair in zip(weights, pairs, strict=True) if pair and not merges(tokens, w, dtype)]
         us = iter((wide_x @ _stack(apart, dtype).T).split([a.shape[0] for a in apart], 1)) if apart else iter(())
         for weight, bias, pair in zip(weights, biases, pairs, strict=True):
@@ -124,19 +157,18 @@ class _Linears(torch.autograd.Function):
             if pair is not None and not merges(tokens, weight, dtype):
                 y.addmm_(next(us), pair[1].to(dtype).T, alpha=scale)
             outputs.append(y.to(x.dtype))
-        ctx.save_for_backward(x, *flat)
-        ctx.weights, ctx.present, ctx.scale = weights, present, scale
+        ctx.save_for_backward(x, None, *flat)
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, *flat = ctx.saved_tensors
+        x, u, *flat = ctx.saved_tensors
         dtype, scale, tokens = cpu_compute_dtype(x.dtype), ctx.scale, x.shape[0]
         wide_x = x.to(dtype)
         ranks = [a.shape[0] for a in flat[0::2]]
         d_x = _InputGradient(x, max(ranks, default=0), dtype) if ctx.needs_input_grad[0] else None
         a_rows = _stack(flat[0::2], dtype) if flat else wide_x[:0]
-        u, d_u = wide_x @ a_rows.T, torch.empty(tokens, sum(ranks), dtype=dtype)
+        u, d_u = wide_x @ a_rows.T if u is None else u, torch.empty(tokens, sum(ranks), dtype=dtype)
         columns = iter(zip(u.split(ranks, 1), d_u.split(ranks, 1), a_rows.split(ranks), strict=True)) if flat else None
         d_bs: list[torch.Tensor] = []
         for i, (weight, pair) in enumerate(zip(ctx.weights, _paired(ctx.present, flat), strict=True)):
