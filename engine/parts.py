@@ -29,6 +29,7 @@ from engine.sync import Canary, open_transport
 from engine.tasks import Curriculum, load_tasks
 from engine.train import Trainer
 from engine.train.policy import trained_names
+from engine.train.ranks import ALONE, Ranks
 from engine.types import Completion, Graded, Sampled, StepStats, SuiteResult, Task
 
 CANARY_TOKENS = 32
@@ -47,8 +48,9 @@ class Parts:
         cores: int,
         stack: ExitStack,
         saved: Saved | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
-        """saved: the checkpoint to go on from; the first step is else 1."""
+        """saved: the checkpoint to go on from; the first step is else 1. ranks: this trainer among the others."""
         done = saved.step if saved else 0
         self.recipe = recipe
         self.snapshot = snapshot
@@ -71,7 +73,7 @@ class Parts:
             )
         )
         self.grader = stack.enter_context(closing(Grader(recipe.sandbox, recipe.reward)))
-        self.trainer = Trainer(recipe, snapshot.folder)
+        self.trainer = Trainer(recipe, snapshot.folder, stack.enter_context(closing(ranks)))
         self.trainer.require_room()
         tokenizer = AutoTokenizer.from_pretrained(snapshot.folder, local_files_only=True)
         everything = list(self.tasks.values())
@@ -185,7 +187,7 @@ class Parts:
         """Install what is trained in every sampler and prove it; the canaries' largest difference in nats."""
         self.samplers.install(version, self.trainer.policy.trained.tensors())
         ids = self.canaries[0].token_ids
-        trainer, heard = self.trainer.policy.score(ids), self.samplers.scores(ids)
+        trainer, heard = self.trainer.score(ids), self.samplers.scores(ids)
         return max(
             canary.check(trainer, sampler, version=version, changed=changed)
             for canary, sampler in zip(self.canaries, heard, strict=True)

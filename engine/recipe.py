@@ -290,6 +290,8 @@ class Train(Section):
     """Threads of a CPU trainer; 0 takes every core the process may use."""
     token_budget: Annotated[int, Field(ge=64)] = 4096
     """Tokens of one micro-batch, shared prompts counted once."""
+    sharded: bool = False
+    """With several trainers: each holds its part of the frozen layers and gathers one at a time (FSDP2)."""
     checkpointing: bool = False
     """Keep only each layer's input and compute the layer again in the backward: less memory, a third more time."""
 
@@ -389,6 +391,12 @@ class Recipe(Section):
             raise ValueError(
                 f"sync.transport = 'nccl' with devices {', '.join(used)}: it needs a GPU for each; use 'auto'"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _frozen_shards(self) -> Self:
+        if self.train.sharded and self.full is not None:
+            raise ValueError("train.sharded = true with [full]: only frozen layers are sharded; train a [lora]")
         return self
 
     @model_validator(mode="after")

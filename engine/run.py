@@ -14,17 +14,25 @@ from engine.record import Console, step_metrics, summarise
 from engine.record.checkpoint import Saved
 from engine.snapshot import Snapshot
 from engine.stop import Stop, Stopped
+from engine.train.ranks import ALONE, Ranks
 
 
 def run(
-    recipe: Recipe, folder: Path, snapshot: Snapshot, cores: int, saved: Saved | None = None, *, quiet: bool = False
+    recipe: Recipe,
+    folder: Path,
+    snapshot: Snapshot,
+    cores: int,
+    saved: Saved | None = None,
+    ranks: Ranks = ALONE,
+    *,
+    quiet: bool = False,
 ) -> dict[str, Any] | None:
-    """Train as the recipe says, into `folder`, on from a checkpoint if there is one.
+    """Train as the recipe says, into `folder`, on from a checkpoint if there is one, alone or leading other ranks.
 
     Gives the summary, which is also summary.json; None where it was asked to stop and has saved what it had.
     """
     with ExitStack() as stack:
-        parts = Parts(recipe, folder, snapshot, cores, stack, saved)
+        parts = Parts(recipe, folder, snapshot, cores, stack, saved, ranks)
         console = stack.enter_context(Console(recipe.run.steps, folder / "log.txt", quiet=quiet))
         stop = stack.enter_context(Stop())
         history = parts.record.history

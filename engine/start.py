@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,8 +46,12 @@ def start(
     """Check, fetch the model, make the folder, run; then say what came out and what to type next.
 
     resume: go on with the run in `output`, whose recipe may differ in the keys `allowed`. quiet: no line a step.
+    Started by torchrun, rank 0 does all this and the other trainers do as it does.
+
     Raises InputError before the folder is made, and RunError, SandboxError or OSError after.
     """
+    if rank_and_world()[0] > 0:
+        return _follow(recipe)
     folder = choose_folder(recipe, output, resume=resume)
     going_on = resume and folder.exists()
     with ExitStack() as stack:
@@ -63,6 +68,34 @@ def start(
             click.echo(f"{folder}: the run is finished, see its summary.json; more steps: --allow-change run.steps")
             return
         _run(recipe, folder, snapshot, saved, quiet)
+
+
+def rank_and_world() -> tuple[int, int]:
+    """This trainer's number and how many torchrun started; (0, 1) without it."""
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _follow(recipe: Recipe) -> None:
+    """Load the model and do what rank 0 does until it ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 finishes its step and saves, and this one with it
+    snapshot, _ = _look(recipe)
+    import torch
+
+    from engine.train import Trainer
+    from engine.train.ranks import Ranks
+
+    kind, _, index = recipe.train.device.partition(":")
+    device = kind if kind == "cpu" else f"{kind}:{int(index or 0) + int(os.environ['LOCAL_RANK'])}"
+    torch.set_num_threads(_threads(recipe))
+    with closing(Ranks(*rank_and_world(), device=device)) as ranks:
+        own = recipe.model_copy(update={"train": recipe.train.model_copy(update={"device": device})})
+        ranks.follow(Trainer(own, snapshot.folder, ranks))
+
+
+def _threads(recipe: Recipe) -> int:
+    """Of a CPU trainer, which shares the cores with the others of its host."""
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return recipe.train.threads or max(1, len(os.sched_getaffinity(0)) // here)
 
 
 def _look(recipe: Recipe) -> tuple[Snapshot, list[str]]:
@@ -87,12 +120,14 @@ def _run(recipe: Recipe, folder: Path, snapshot: Snapshot, saved: Saved | None, 
     from safetensors import SafetensorError
 
     from engine.run import run
+    from engine.train.ranks import ALONE, Ranks
 
-    cores = len(os.sched_getaffinity(0))
-    torch.set_num_threads(recipe.train.threads or cores)
+    torch.set_num_threads(_threads(recipe))
     click.echo(f"run  {folder}: loading vLLM and the trainer")
+    rank, world = rank_and_world()
+    ranks = Ranks(rank, world, device=recipe.train.device) if world > 1 else ALONE
     try:
-        summary = run(recipe, folder, snapshot, cores, saved, quiet=quiet)
+        summary = run(recipe, folder, snapshot, len(os.sched_getaffinity(0)), saved, ranks, quiet=quiet)
     except SafetensorError as error:
         raise RunError(f"{folder}: what was trained could not be written: {error}; go on with --resume") from error
     if summary is None:

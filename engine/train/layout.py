@@ -31,14 +31,20 @@ class Trained:
 
 
 def pack(
-    trained: Sequence[Trained], token_budget: int, *, share: bool = True, context_cost: float = 0.0
+    trained: Sequence[Trained],
+    token_budget: int,
+    *,
+    share: bool = True,
+    context_cost: float = 0.0,
+    multiple: int = 1,
 ) -> list[Batch]:
     """Cut completions into the fewest micro-batches of at most `token_budget` forward tokens, about equally costly.
 
     A group stays together, its prompt standing once, unless it is larger than the budget; a completion longer than
     the budget gets a micro-batch of its own. share=False: every completion stands with a prompt of its own, those of
     similar length together, and the budget counts the tokens of the longest for each. context_cost: what a token of
-    context adds to the cost of a token, over what the token itself costs.
+    context adds to the cost of a token, over what the token itself costs. multiple: their number is a multiple of
+    this where there is enough to share out, for as many trainers.
     """
     if not trained:
         return []
@@ -48,7 +54,7 @@ def pack(
     pieces = _pieces(trained, token_budget - header, header)
     costs = [_cost(piece, header, context_cost) for piece in pieces]
     sizes = [_tokens(piece, header) for piece in pieces]
-    parts = _balance(costs, sizes, token_budget - header)
+    parts = _balance(costs, sizes, token_budget - header, multiple)
     chosen = [sorted((t for i in part for t in pieces[i]), key=lambda t: t.sequence) for part in parts]
     return [_pack_one(part) for part in sorted(chosen, key=lambda part: part[0].sequence)]
 
@@ -69,17 +75,18 @@ def _pieces(trained: Sequence[Trained], budget: int, header: int) -> list[list[T
     return pieces
 
 
-def _balance(costs: Sequence[float], sizes: Sequence[int], budget: int) -> list[list[int]]:
+def _balance(costs: Sequence[float], sizes: Sequence[int], budget: int, multiple: int = 1) -> list[list[int]]:
     """Items into the fewest bins of at most `budget`, the costliest first into the cheapest bin that has room.
 
-    An item larger than the budget gets a bin of its own.
+    An item larger than the budget gets a bin of its own. Their number is a multiple of `multiple`, empty ones aside.
     """
     order = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
     alone = [[i] for i in order if sizes[i] > budget]
     rest = [i for i in order if sizes[i] <= budget]
-    count = -(-sum(sizes[i] for i in rest) // max(budget, 1))
+    least = -(-sum(sizes[i] for i in rest) // max(budget, 1)) + len(alone)
+    total = -(-least // multiple) * multiple
     while True:
-        bins: list[list[int]] = [[] for _ in range(count)]
+        bins: list[list[int]] = [[] for _ in range(total - len(alone))]
         for i in rest:
             room = [b for b in bins if sum(sizes[j] for j in b) + sizes[i] <= budget]
             if not room:
@@ -87,7 +94,7 @@ def _balance(costs: Sequence[float], sizes: Sequence[int], budget: int) -> list[
             min(room, key=lambda b: sum(costs[j] for j in b)).append(i)
         else:
             return [*alone, *(b for b in bins if b)]
-        count += 1
+        total += multiple
 
 
 def _fed(item: Trained) -> int:

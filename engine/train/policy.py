@@ -42,15 +42,18 @@ class Policy:
         seed: int,
         keep_base: bool = False,
         checkpointing: bool = False,
+        sharded: bool = False,
     ) -> None:
         """model: a folder in transformers' format, or a model made with `ATTENTION`. keep_base: where the weights are
-        trained, hold a copy of them for `base_model`.
+        trained, hold a copy of them for `base_model`. sharded: each trainer holds its part of every layer's frozen
+        weights and gathers a layer whole for as long as it computes it (FSDP2); all trainers must then run as many
+        forwards and backwards.
 
         Raises LookupError for a LoRA target or a frozen parameter that the model does not have.
         """
         register_attention(ATTENTION)
         loaded: Any = _load(model, dtype) if isinstance(model, Path) else model
-        self.model = loaded if loaded.device == torch.device(device) else loaded.to(device)
+        self.model = loaded if sharded or loaded.device == torch.device(device) else loaded.to(device)
         self.model.eval()
         self.device = torch.device(device)
         self.shares_prefixes = not self.model._is_stateful
@@ -59,6 +62,8 @@ class Policy:
             self.trained = add_lora(self.model, how.targets, rank=how.rank, scale=how.scale, seed=seed)
         else:
             self.trained = FullWeights(self.model, how.freeze, keep_base=keep_base)
+        if sharded:
+            self.model = _shard(self.model, set(self.trained.parameters)).to(device)
         if checkpointing:
             for layer in self.model.model.layers:
                 layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
@@ -145,6 +150,15 @@ def _load(model_dir: Path, dtype: str) -> Any:
     return AutoModelForCausalLM.from_pretrained(
         model_dir, dtype=DTYPES[dtype], attn_implementation=ATTENTION, local_files_only=True
     )
+
+
+def _shard(model: Any, whole: set[nn.Parameter]) -> Any:
+    """Each layer's parameters but those in `whole` are split over all ranks; embedding, head and norm stay whole."""
+    from torch.distributed.fsdp import fully_shard
+
+    for layer in model.model.layers:
+        fully_shard(layer, ignored_params=whole)
+    return model
 
 
 def trained_names(model_dir: Path, how: Lora | Full) -> list[str]:

@@ -18,13 +18,13 @@ from engine.train.advantage import ADVANTAGES
 from engine.train.layout import Trained, pack
 from engine.train.loss import Rows, loss_of_rows, row_weights, tokens_of
 from engine.train.memory import Gauge, StepMemory, is_out_of_memory, measure, out_of_memory, require_room
-from engine.train.objective import AGGREGATES, CORRECTIONS, KLS, OBJECTIVES, SEQUENCE_LEVEL, LossSpec, k3
+from engine.train.objective import AGGREGATES, CORRECTIONS, KLS, OBJECTIVES, SEQUENCE_LEVEL, LossSpec
 from engine.train.policy import Policy
+from engine.train.ranks import ALONE, Ranks
+from engine.train.stats import Part, nothing_trained, step_stats
 from engine.types import Batch, Graded, StepStats
 
 NON_FINITE_STEPS = 10
-GAPS, LEAST_GAP = 16, 0.01
-"""Tokens of a completion that are kept as gaps at most, and the least difference in nats that is one."""
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 """AdamW's state of a parameter."""
 
@@ -39,24 +39,17 @@ class _Update:
     completions: int
     """That have a trainable token."""
     old: tuple[torch.Tensor, ...] = ()
-    """Log-probs of each batch at the step's start, where it makes more than one update."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """What a micro-batch came to."""
-
-    loss: float
-    logprobs: torch.Tensor
-    entropies: torch.Tensor
-    rows: Rows
+    """Log-probs of each batch of this rank at the step's start, where it makes more than one update."""
 
 
 class Trainer:
-    """The policy, its optimizer and the loss of a recipe."""
+    """The policy, its optimizer and the loss of a recipe; one of several alike where there are other ranks."""
 
-    def __init__(self, recipe: Recipe, model: Path | PreTrainedModel) -> None:
-        """model: see `Policy`, also for what is raised."""
+    def __init__(self, recipe: Recipe, model: Path | PreTrainedModel, ranks: Ranks = ALONE) -> None:
+        """model: see `Policy`, also for what is raised. Raises InputError for shards without other ranks."""
+        if recipe.train.sharded and ranks.world == 1:
+            raise InputError("train.sharded = true with one trainer: there is nobody to share with; start several")
+        self._ranks = ranks
         self._gauge = Gauge(torch.device(recipe.train.device))
         how = recipe.full or recipe.lora
         assert how is not None  # a recipe has one of the two
@@ -68,6 +61,7 @@ class Trainer:
             seed=recipe.run.seed,
             keep_base=recipe.loss.kl > 0,
             checkpointing=recipe.train.checkpointing,
+            sharded=recipe.train.sharded,
         )
         self.memory: StepMemory | None = None
         self._spec = loss_spec(recipe)
@@ -82,11 +76,14 @@ class Trainer:
         )
         self._non_finite = 0
 
-    def require_room(self) -> StepMemory:
+    def require_room(self) -> StepMemory | None:
         """Measure what a step takes, which each step's statistics say from then on; some seconds for a large model.
 
-        Raises RunError where a full micro-batch will not fit into the memory that is free.
+        None where layers are sharded: what is measured is a whole layer. Raises RunError where a full micro-batch will
+        not fit into the memory that is free.
         """
+        if self._recipe.train.sharded:
+            return None
         self.memory = measure(self.policy)
         require_room(self.memory, self._recipe.train.token_budget, self.policy.device)
         return self.memory
@@ -106,6 +103,7 @@ class Trainer:
     @torch.no_grad()
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take over what `state` gave. Raises InputError where its parameters are not this policy's."""
+        self._ranks.tell("restore", tensors)
         named = self.policy.trained.named_parameters
         ours = {f"parameter.{name}": tuple(parameter.shape) for name, parameter in named.items()}
         theirs = {name: tuple(t.shape) for name, t in tensors.items() if name.startswith("parameter.")}
@@ -128,6 +126,12 @@ class Trainer:
         if self.policy.device.type == "cuda" and "rng.cuda" in tensors:
             torch.cuda.set_rng_state(tensors["rng.cuda"], self.policy.device)
 
+    def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
+        """Log-prob of every token but the first, at temperature 1."""
+        if self._recipe.train.sharded:
+            self._ranks.tell("score", token_ids)  # all hold a part of the layers
+        return self.policy.score(token_ids)
+
     def advantages(self, groups: Sequence[Sequence[Graded]]) -> list[list[float]]:
         """Advantage of each completion, group by group; INFRA counts for nothing and gets 0."""
         function = ADVANTAGES[self._recipe.loss.advantage]
@@ -140,15 +144,16 @@ class Trainer:
 
     def step(self, groups: Sequence[Sequence[Graded]], advantages: Sequence[Sequence[float]], step: int) -> StepStats:
         """Train the version that is step - 1 on the groups; each update's counts are taken before anything is cut."""
+        self._ranks.tell("step", groups, advantages, step)
         lr = self._set_lr(step)
         updates = [self._plan(part) for part in self._parts(groups, advantages)]
         updates = [update for update in updates if update.batches]
         if not updates:
-            return _nothing_trained(lr)
+            return nothing_trained(lr)
         self._gauge.clear()
         try:
             if self._recipe.optim.updates > 1:
-                updates = [replace(u, old=tuple(self._logprobs(batch) for batch in u.batches)) for u in updates]
+                updates = [replace(u, old=tuple(map(self._logprobs, self._passes(u.batches)))) for u in updates]
             done = [self._update(update) for update in updates]
         except RuntimeError as error:
             if not is_out_of_memory(error):
@@ -161,7 +166,8 @@ class Trainer:
             self._optimizer.zero_grad(set_to_none=True)
             raise out_of_memory(said, largest, self._recipe, self.memory, self.policy.device)
         predicted = max(self.memory.peak(update.batches) for update in updates) if self.memory else 0
-        return self._stats(updates, done, step - 1, lr, predicted_mb=predicted / 2**20, peak_mb=self._gauge.height_mb())
+        peak_mb = self._ranks.largest(self._gauge.height_mb())
+        return step_stats(done, step - 1, lr, predicted_mb=predicted / 2**20, peak_mb=peak_mb)
 
     def _parts(self, groups: Sequence[Sequence[Graded]], advantages: Sequence[Sequence[float]]) -> list[list[Trained]]:
         """The trainable completions of each update: groups in their order, whole."""
@@ -178,19 +184,33 @@ class Trainer:
             self._recipe.train.token_budget,
             share=self.policy.shares_prefixes,
             context_cost=self.policy.context_cost,
+            multiple=self._ranks.world,
         )
         return _Update(batches, sum(len(t.rows) for t in chosen), sum(1 for t in chosen if t.rows))
 
-    def _update(self, update: _Update) -> tuple[list[_Part], float]:
-        """One optimizer step; what each micro-batch came to, and the gradient's norm."""
+    def _passes(self, batches: Sequence[Batch]) -> list[Batch]:
+        """The micro-batches that this rank computes.
+
+        Where layers are sharded every rank must run as many passes, so those with fewer run the smallest once more.
+        """
+        own = [batches[i] for i in self._ranks.share(len(batches))]
+        rounds = -(-len(batches) // self._ranks.world) if self._recipe.train.sharded else len(own)
+        return own + [min(batches, key=lambda batch: batch.input_ids.numel())] * (rounds - len(own))
+
+    def _update(self, update: _Update) -> tuple[list[Part], float]:
+        """One optimizer step; what each micro-batch came to, on whatever rank, and the gradient's norm."""
         self._optimizer.zero_grad(set_to_none=True)
+        passes, own = self._passes(update.batches), len(self._ranks.share(len(update.batches)))
         parts = [
-            self._micro_batch(batch, update, old)
-            for batch, old in zip(update.batches, update.old or [None] * len(update.batches), strict=True)
+            self._micro_batch(batch, update, old, share=float(number < own))
+            for number, (batch, old) in enumerate(zip(passes, update.old or [None] * len(passes), strict=True))
         ]
-        norm = torch.nn.utils.clip_grad_norm_(self.policy.trained.parameters, self._recipe.optim.max_grad_norm)
+        parameters = self.policy.trained.parameters
+        self._ranks.sum_gradients(parameters)
+        norm = torch.nn.utils.clip_grad_norm_(parameters, self._recipe.optim.max_grad_norm)
+        self._ranks.require_alike("gradients' norms", float(norm))
         self._apply(norm)
-        return parts, float(norm)
+        return self._ranks.gather(parts[:own], len(update.batches)), float(norm)
 
     def _trainable(
         self, groups: Sequence[Sequence[Graded]], advantages: Sequence[Sequence[float]], first: int
@@ -204,8 +224,8 @@ class Trainer:
             if graded.reward is not None and not (self._recipe.loss.mask_truncated and graded.completion.truncated)
         ]
 
-    def _micro_batch(self, batch: Batch, update: _Update, old: torch.Tensor | None) -> _Part:
-        """Forward and backward of one micro-batch."""
+    def _micro_batch(self, batch: Batch, update: _Update, old: torch.Tensor | None, share: float) -> Part:
+        """Forward and backward of one micro-batch; share: 0 for one that another rank counts, else 1."""
         device = self.policy.device
         lengths = batch.sequences.unique_consecutive(return_counts=True)[1].tolist()
         sampled = batch.sampled_logprobs.to(device)
@@ -222,13 +242,29 @@ class Trainer:
         temperature = self._recipe.rollout.temperature
         if SEQUENCE_LEVEL & {self._spec.objective, self._spec.correction}:
             logprobs, entropies = self.policy.logprobs(state, targets, temperature)
-            loss = loss_of_rows(logprobs, entropies, rows, self._spec, slice(None))
+            loss = share * loss_of_rows(logprobs, entropies, rows, self._spec, slice(None))
         else:
             loss, logprobs, entropies = self.policy.loss(
-                state, targets, lambda new, entropy, at: loss_of_rows(new, entropy, rows, self._spec, at), temperature
+                state,
+                targets,
+                lambda new, entropy, at: share * loss_of_rows(new, entropy, rows, self._spec, at),
+                temperature,
             )
         loss.backward()
-        return _Part(float(loss.detach()), logprobs.detach(), entropies.detach(), rows)
+        new = logprobs.detach()
+        _, clipped = OBJECTIVES[self._spec.objective](tokens_of(new, rows, slice(None)), self._spec)
+        return Part(
+            loss=float(loss.detach()),
+            forward_tokens=batch.input_ids.numel(),
+            logprobs=new.cpu(),
+            entropies=entropies.detach().cpu(),
+            started=(new if old is None else old).cpu(),
+            sampled=batch.sampled_logprobs,
+            clipped=clipped.cpu(),
+            sequences=batch.sequences,
+            versions=batch.versions,
+            reference=None if rows.reference is None else rows.reference.cpu(),
+        )
 
     def _predicting_states(self, batch: Batch) -> torch.Tensor:
         """`[N, hidden]`: the state that predicts each row's token."""
@@ -267,50 +303,6 @@ class Trainer:
                 f"{self._non_finite} steps in a row had a gradient that is no number, first in {names[:3]}; "
                 f"lower optim.lr = {self._recipe.optim.lr:g} or train in float32"
             )
-
-    def _stats(
-        self,
-        updates: Sequence[_Update],
-        done: Sequence[tuple[Sequence[_Part], float]],
-        version: int,
-        lr: float,
-        *,
-        predicted_mb: float,
-        peak_mb: float,
-    ) -> StepStats:
-        objective = OBJECTIVES[self._spec.objective]
-        parts = [part for update_parts, _ in done for part in update_parts]
-        norms = [norm for _, norm in done]
-        clipped = torch.cat([objective(tokens_of(p.logprobs, p.rows, slice(None)), self._spec)[1] for p in parts])
-        new = torch.cat([part.logprobs for part in parts])
-        started = [old for update in updates for old in update.old] or [new]
-        gap = torch.cat(started) - torch.cat([part.rows.sampled for part in parts])
-        versions = torch.cat([batch.versions for update in updates for batch in update.batches])
-        own = gap[(versions == version).to(gap.device)]  # an older version's tokens differ by more than a mismatch
-        references = [p.rows.reference for p in parts if p.rows.reference is not None]
-        return StepStats(
-            loss=sum(part.loss for part in parts) / len(done),
-            grad_norm=sum(norms) / len(norms),
-            lr=lr,
-            entropy=float(torch.cat([part.entropies for part in parts]).mean()),
-            kl=float(k3(new, torch.cat(references)).mean()) if references else 0.0,
-            clip_low_share=float((clipped < 0).float().mean()),
-            clip_high_share=float((clipped > 0).float().mean()),
-            mismatch_mean=float(own.abs().mean()) if len(own) else 0.0,
-            mismatch_max=float(own.abs().max()) if len(own) else 0.0,
-            gen_kl=float((torch.expm1(own) - own).mean()) if len(own) else 0.0,
-            mismatch_tokens=len(own),
-            ratio_min=float(gap.min().exp()),
-            ratio_max=float(gap.max().exp()),
-            trained_tokens=new.numel(),
-            forward_tokens=sum(batch.input_ids.numel() for update in updates for batch in update.batches),
-            micro_batches=len(parts),
-            skipped=not any(math.isfinite(norm) for norm in norms),
-            non_finite=sum(not math.isfinite(norm) for norm in norms),
-            memory_predicted_mb=predicted_mb,
-            memory_peak_mb=peak_mb,
-            gaps=_largest_gaps(gap, torch.cat([part.rows.sequences for part in parts])),
-        )
 
 
 def loss_spec(recipe: Recipe) -> LossSpec:
@@ -356,23 +348,3 @@ def learning_rate_factor(step: int, steps: int, warmup: int, schedule: str) -> f
     if schedule == "linear":
         return 1 - done
     return (1 + math.cos(math.pi * done)) / 2 if schedule == "cosine" else 1.0
-
-
-def _largest_gaps(gap: torch.Tensor, sequences: torch.Tensor) -> dict[int, tuple[tuple[int, float], ...]]:
-    """See `StepStats.gaps`; gap and sequences are `[N]`, a completion's rows in its tokens' order."""
-    names, lengths = sequences.cpu().unique_consecutive(return_counts=True)
-    found = {}
-    for name, own in zip(names.tolist(), gap.cpu().split(lengths.tolist()), strict=True):
-        sizes, at = own.abs().topk(min(GAPS, len(own)))
-        at = at[sizes >= LEAST_GAP].sort().values
-        if len(at):
-            found[name] = tuple(zip(at.tolist(), own[at].tolist(), strict=True))
-    return found
-
-
-def _nothing_trained(lr: float) -> StepStats:
-    return StepStats(
-        loss=0.0, grad_norm=0.0, lr=lr, entropy=0.0, kl=0.0, clip_low_share=0.0, clip_high_share=0.0, mismatch_mean=0.0,
-        mismatch_max=0.0, gen_kl=0.0, mismatch_tokens=0, ratio_min=1.0, ratio_max=1.0, trained_tokens=0,
-        forward_tokens=0, micro_batches=0, skipped=True, non_finite=0, memory_predicted_mb=0.0, memory_peak_mb=0.0,
-    )  # fmt: skip
