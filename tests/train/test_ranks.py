@@ -19,6 +19,7 @@ from engine.train.step import Trainer
 from engine.types import Graded
 from tests.train.test_step import MIXED, groups, recipe_for
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 CASES: dict[str, dict[str, dict[str, object] | None]] = {
     "one micro-batch, so the second rank has none": {"train": {"token_budget": 4096}},
