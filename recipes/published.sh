@@ -23,9 +23,9 @@ short="--set rollout.prompts_per_step=4 --set rollout.group_size=4 --set optim.l
 
 say() { printf '\n== %s\n' "$*"; }
 
-# workflow RECIPE FORMAT LORA-TARGETS: a model without Gated DeltaNet layers has none of their projections.
+# workflow RECIPE FORMAT LORA-TARGETS STEPS: a model without Gated DeltaNet layers has none of their projections.
 workflow() {
-    name=$1 rows=$2 targets=$3
+    name=$1 rows=$2 targets=$3 steps=$4
     to=$out/$name
 
     say "$name: the references through the jail, twice; then a split without near-duplicates"
@@ -40,7 +40,7 @@ workflow() {
 
     say "$name: a short run"
     # shellcheck disable=SC2086
-    rlvr run "recipes/$name.toml" --max-steps 5 --output "$to/run" $data $model $cpu $lengths $short \
+    rlvr run "recipes/$name.toml" --max-steps "$steps" --output "$to/run" $data $model $cpu $lengths $short \
         --set "lora.targets=$targets"
 
     say "$name: export, and is the adapter what is served?"
@@ -58,9 +58,9 @@ workflow() {
 seven="['q_proj','k_proj','v_proj','o_proj','gate_proj','up_proj','down_proj']"
 with_head="['q_proj','k_proj','v_proj','o_proj','gate_proj','up_proj','down_proj','lm_head']"
 
-workflow direct kodcode "$seven"
-workflow hidden-tests verifiable "$seven"
-workflow deepcoder deepcoder "$with_head"
+workflow direct kodcode "$seven" 5
+workflow hidden-tests verifiable "$seven" 3
+workflow deepcoder deepcoder "$with_head" 3
 
 say "side by side"
 rlvr compare "$out/direct/run" "$out/hidden-tests/run" "$out/deepcoder/run"
