@@ -7,7 +7,7 @@ import signal
 import sys
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import click
 
@@ -54,6 +54,27 @@ def run(
         return
     signal.signal(signal.SIGTERM, _terminate)
     start(recipe, output, resume=resume, allowed=allowed, quiet=quiet)
+
+
+@commands.command()
+@click.argument("recipe_path", metavar="RECIPE", type=click.Path(path_type=Path))
+@click.option("--samplers", type=click.IntRange(min=1), help="In the place of the recipe's.")
+@click.option("--trainers", type=click.IntRange(min=1), help="In the place of the recipe's.")
+@click.option("--gpu", metavar="NAME", help="Times by its data sheet: h100, h200, a100; h100 if there is no --from.")
+@click.option(
+    "--from", "run", metavar="RUN", type=click.Path(path_type=Path), help="A run that says lengths and times."
+)
+@click.option("--mean-tokens", type=float, help="Of a completion, where there is no --from.")
+@click.option("--set", "overrides", multiple=True, metavar="a.b=value", help="Override a key; may be repeated.")
+@click.option("--json", "out", type=click.Path(path_type=Path, dir_okay=False), help="Where the figures go too.")
+def plan(recipe_path: Path, overrides: tuple[str, ...], **options: Any) -> None:
+    """Predict the steps of RECIPE and what 2 to 1,024 GPUs would make of them, without a GPU."""
+    from engine.dry_run import memory_lines
+    from engine.plan import plan_lines
+
+    recipe = recipe_file.load(recipe_path, overrides)
+    for line in plan_lines(recipe, memory_lines(recipe), **options):
+        click.echo(line)
 
 
 @commands.command()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,7 +25,7 @@ def lines(recipe: Recipe) -> Iterator[str]:
     check_source(recipe.model.source, recipe.model.sha256)
     yield from _tokens(recipe)
     yield from _downloads(recipe)
-    yield from _memory(recipe)
+    yield from memory_lines(recipe)
     for check in preflight(recipe):
         yield f"{'ok  ' if check.ok else 'not '} {check.name}: {check.detail}"
     yield ""
@@ -61,8 +62,11 @@ def _downloads(recipe: Recipe) -> Iterator[str]:
             yield f"ok   {key}: {len(load_tasks(text)):,} tasks"
 
 
-def _memory(recipe: Recipe) -> Iterator[str]:
-    """What trainer and samplers need on their devices, from the model's config.json."""
+def memory_lines(recipe: Recipe) -> Iterator[str]:
+    """What trainer and samplers need on their devices, from the model's config.json; a note where it can't be had."""
+    if importlib.util.find_spec("torch") is None:
+        yield "note no memory plan: it needs torch, which is not installed"
+        return
     try:
         folder = config_folder(recipe.model.source)
     except InputError as error:

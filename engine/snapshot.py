@@ -63,6 +63,20 @@ def cached_folder(source: str) -> Path | None:
     return Path(source) if Path(source).is_dir() else None
 
 
+def config_here(source: str) -> Path | None:
+    """A folder with the model's config.json if one is on this machine, the hub's cache included; asks no network."""
+    if folder := cached_folder(source):
+        return folder
+    if not (match := _HUB.fullmatch(source)):
+        return None
+    try:
+        from huggingface_hub import try_to_load_from_cache
+    except ModuleNotFoundError:
+        return None  # then there is no cache of its either
+    found = try_to_load_from_cache(match[1], "config.json", revision=match[2])
+    return Path(found).parent if isinstance(found, str) else None
+
+
 def config_folder(source: str) -> Path:
     """A folder that holds at least the model's config.json, which alone is fetched where the model is not here.
 

@@ -1,0 +1,79 @@
+"""The best split of more and more devices between samplers and trainers, by simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from engine.plan.outcome import WORTH, Outcome, Verdict, judge, outcome
+from engine.plan.simulate import Phases, Setup
+
+SIZES = (2, 4, 8, 16, 64, 256, 1024)
+"""Devices of the table."""
+SAME = 0.01
+"""Of the best split's tokens a second: one that gives almost as many on fewer devices is better."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What so many devices come to."""
+
+    gpus: int
+    verdict: Verdict | None
+    """Of the best split; None where there are too few devices for a sampler and a trainer."""
+    unused: int
+    """Devices that the best split has no work for."""
+
+
+def table(
+    setup: Setup,
+    phases_of: Callable[[Setup], Phases],
+    *,
+    tensor_parallel: int,
+    graders_for: Callable[[int], int],
+    sizes: Sequence[int] = SIZES,
+) -> list[Row]:
+    """The best split for each size; the setup says all but samplers, trainers and graders.
+
+    graders_for: programs judged at once with so many devices.
+    """
+    rows = []
+    for gpus in sizes:
+        base = replace(setup, graders=graders_for(gpus))
+        found: list[tuple[int, Setup, Outcome]] = []
+        for samplers, trainers in splits(gpus, base, tensor_parallel):
+            tried = replace(base, samplers=samplers, trainers=trainers)
+            found.append((samplers * tensor_parallel + trainers, tried, outcome(tried, phases_of(tried))))
+        if not found:
+            rows.append(Row(gpus, None, gpus))
+            continue
+        most = max(result.tokens_per_second for _, _, result in found)
+        enough = [(used, s) for used, s, result in found if result.tokens_per_second >= most * (1 - SAME)]
+        used, best = min(enough, key=lambda pair: pair[0])
+        rows.append(Row(gpus, judge(best, phases_of), gpus - used))
+    return rows
+
+
+def splits(gpus: int, setup: Setup, tensor_parallel: int) -> list[tuple[int, int]]:
+    """Samplers and trainers to try: powers of two and one and a half times those on either side, the rest on the other.
+
+    None beyond what has work: a group goes whole to one sampler, and a completion to one trainer.
+    """
+    most_samplers = setup.prompts_per_step * (1 + setup.max_lag) + setup.oversample
+    most_trainers = setup.prompts_per_step * setup.group_size
+    sizes = sorted({n for power in range(11) for n in (1 << power, 3 << power >> 1) if n <= gpus})
+    pairs = {(n, gpus - n * tensor_parallel) for n in sizes} | {((gpus - n) // tensor_parallel, n) for n in sizes}
+    # The sides beyond their most have fewer devices, so that the others may have more.
+    pairs |= {(most_samplers, gpus - most_samplers * tensor_parallel)}
+    pairs |= {((gpus - most_trainers) // tensor_parallel, most_trainers)}
+    pairs |= {(n, m) for n, m in ((most_samplers, t) for t in sizes) if n * tensor_parallel + m <= gpus}
+    return sorted({(min(s, most_samplers), min(t, most_trainers)) for s, t in pairs if s > 0 and t > 0})
+
+
+def enough(rows: Sequence[Row]) -> int | None:
+    """The size from which no larger one gives WORTH more tokens a second; None where the largest still does."""
+    known = [(row.gpus, row.verdict.outcome.tokens_per_second) for row in rows if row.verdict is not None]
+    for index, (gpus, tokens) in enumerate(known[:-1]):
+        if all(later < tokens * (1 + WORTH) for _, later in known[index + 1 :]):
+            return gpus
+    return None
