@@ -65,9 +65,9 @@ def measured(run: Path) -> Measured:
     cores = _cores(run)
     lines = lines[1:] if len(lines) > 2 else lines
     setup = Setup(
-        samplers=len(recipe.rollout.samplers),
+        samplers=recipe.cluster.samplers if recipe.cluster else len(recipe.rollout.samplers),
         trainers=1,
-        graders=recipe.sandbox.workers or cores,
+        graders=graders_named(recipe) or cores,
         prompts_per_step=len(lines[0].groups),
         group_size=recipe.rollout.group_size,
     )
@@ -93,6 +93,13 @@ def measured(run: Path) -> Measured:
     phases = replace(phases, landing_seconds=mean * LANDING_TOKEN_SECONDS)
     notes = ("its lengths don't tell a step's cost from a sequence's: all is the step's",) if alike else ()
     return Measured(recipe, phases, cores, len(lines), notes)
+
+
+def graders_named(recipe: Recipe) -> int:
+    """Programs that the recipe judges at once; 0 where it takes every core that there is."""
+    if recipe.cluster is not None:
+        return recipe.cluster.graders * (recipe.sandbox.workers or recipe.cluster.grader_cpus)
+    return recipe.sandbox.workers
 
 
 def fit_decode(work: Sequence[tuple[int, int]], seconds: Sequence[float]) -> tuple[float, float, bool]:

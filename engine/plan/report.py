@@ -11,7 +11,7 @@ from typing import Any
 
 from engine.errors import InputError
 from engine.plan import gpus as sheets
-from engine.plan.measure import Measured, measured
+from engine.plan.measure import Measured, graders_named, measured
 from engine.plan.model import ModelSize, model_size
 from engine.plan.outcome import Verdict, judge
 from engine.plan.scale import Row, enough, table
@@ -78,7 +78,7 @@ def plan_lines(
 def _basis(
     recipe: Recipe, model: ModelSize, sheet: sheets.Gpu | None, run: Measured | None, mean_tokens: float | None
 ) -> Basis:
-    rollout, cluster = recipe.rollout, recipe.cluster
+    rollout = recipe.rollout
     said = [f"model {model.parameters / 1e9:.3g} billion parameters, by {model.source}"]
     if run is None:
         mean = mean_tokens or sheets.MEAN_SHARE * rollout.max_tokens
@@ -108,6 +108,10 @@ def _basis(
             exchanged = sheets.network_seconds(model.trained * 4, setup.trainers)
             return replace(phases, exchange_seconds=exchanged * recipe.optim.updates)
     else:
+        if rollout.devices[0] == "cpu":
+            said.append(
+                f"note rollout.devices are cpu, of which no data sheet is here: this is the recipe on {sheet.name}"
+            )
         said.append(
             f"times of {sheet.name} by its data sheet, nothing measured: {sheets.TRAIN_MFU:.0%} of "
             f"{sheet.bf16_tflops:g} dense bf16 TFLOP/s in training, {sheets.PREFILL_MFU:.0%} for prompts, "
@@ -118,11 +122,8 @@ def _basis(
         def phases_of(setup: Setup) -> Phases:
             return sheets.sheet_phases(recipe, model, sheet, lengths, grade, setup)
 
-    workers = recipe.sandbox.workers
-    if cluster is not None:
-        fixed = cluster.graders * (workers or cluster.grader_cpus)
-        return Basis(tuple(said), phases_of, lambda gpus: fixed)
-    return Basis(tuple(said), phases_of, lambda gpus: workers or max(1, round(gpus * cores)))
+    named = graders_named(recipe)
+    return Basis(tuple(said), phases_of, lambda gpus: named or max(1, round(gpus * cores)))
 
 
 def _setup(recipe: Recipe, samplers: int | None, trainers: int | None, basis: Basis) -> tuple[Setup, int]:
@@ -150,8 +151,6 @@ def _shared(recipe: Recipe) -> bool:
 
 
 def _notes(recipe: Recipe, devices: int, setup: Setup) -> Iterator[str]:
-    if recipe.rollout.devices[0] == "cpu":
-        yield "note rollout.devices are cpu: this is what the recipe would be on the devices above"
     if _shared(recipe):
         yield f"note sampler and trainer share {recipe.train.device}, by turns; the table gives each its own"
         if setup.max_lag:
@@ -170,7 +169,7 @@ def _phases(phases: Phases, setup: Setup) -> Iterator[str]:
     yield (
         f"phase sampling {1000 * phases.decode_seconds:.3g} ms an engine step + "
         f"{1000 * phases.decode_sequence_seconds:.3g} ms a sequence, at most {phases.max_sequences} of them, when full "
-        f"{_full(phases):,.0f} tokens/s a sampler; training {1e6 * phases.train_token_seconds:.3g} us a token + "
+        f"{_full(phases):,.0f} tokens/s a sampler; training {1000 * phases.train_token_seconds:.3g} ms a token + "
         f"{_round(fixed)} s a step; sync {_round(phases.sync_seconds)} s; {setup.graders} graders; driver "
         f"{1000 * (phases.landing_seconds + phases.record_seconds):.2g} ms a completion"
     )
@@ -214,9 +213,10 @@ def _table(rows: Sequence[Row]) -> Iterator[str]:
             continue
         setup, now = row.verdict.setup, row.verdict.outcome
         yield (
-            f"{row.gpus:6,}  {f'{setup.samplers}:{setup.trainers}':>17}  {row.unused:6,}  {_round(now.step_seconds):>6}  "
-            f"{now.tokens_per_second:8,.0f}  {now.tokens_per_second / row.gpus:5,.0f}  {now.sampler_idle_share:7.0%}  "
-            f"{now.trainer_idle_share:7.0%}  {now.grader_busy_share:7.0%}  {row.verdict.bottleneck}"
+            f"{row.gpus:6,}  {f'{setup.samplers}:{setup.trainers}':>17}  {row.unused:6,}  "
+            f"{_round(now.step_seconds):>6}  {now.tokens_per_second:8,.0f}  {now.tokens_per_second / row.gpus:5,.0f}  "
+            f"{now.sampler_idle_share:7.0%}  {now.trainer_idle_share:7.0%}  {now.grader_busy_share:7.0%}  "
+            f"{row.verdict.bottleneck}"
         )
 
 
@@ -229,18 +229,18 @@ def _limits(rows: Sequence[Row], setup: Setup, phases_of: Callable[[Setup], Phas
     alone = longest * (phases.decode_seconds + phases.decode_sequence_seconds)
     if (stop := enough(rows)) is not None:
         yield (
-            f"note the batch is fixed, {work}: more than {stop:,} GPUs give less than 5 % more. The longest completion, "
-            f"{longest:,} tokens, alone on a sampler takes {_round(alone)} s; {best.advice}"
+            f"note the batch is fixed, {work}: more than {stop:,} GPUs give less than 5 % more. The longest "
+            f"completion, {longest:,} tokens, alone on a sampler takes {_round(alone)} s; {best.advice}"
         )
     else:
         yield f"note the batch is fixed, {work}: the largest size above still gives 5 % more than the one before"
     driver = phases.landing_seconds + phases.record_seconds
     mean = sum(map(sum, phases.lengths)) / sum(map(len, phases.lengths))
     completions = (setup.prompts_per_step + setup.oversample) * setup.group_size
+    share, most = completions * driver / best.outcome.step_seconds, mean / driver
     yield (
-        f"note the driver's {1000 * driver:.2g} ms a completion are {completions * driver / best.outcome.step_seconds:.1%} "
-        f"of a step in the last row; with a batch that grows it would be the limit at {mean / driver:,.0f} tokens/s, "
-        f"{mean / driver / _full(phases):,.0f} times a full sampler"
+        f"note the driver's {1000 * driver:.2g} ms a completion are {share:.1%} of a step in the last row; with a batch "
+        f"that grows it would be the limit at {most:,.0f} tokens/s, {most / _full(phases):,.0f} times a full sampler"
     )
 
 
@@ -267,4 +267,4 @@ def _json(recipe: Recipe, basis: Basis, verdict: Verdict, rows: Sequence[Row]) -
 
 def _wrapped(line: str) -> list[str]:
     """A line that begins with a word of its own, in at most COLUMNS."""
-    return textwrap.wrap(line, COLUMNS, subsequent_indent=" " * 6, break_long_words=False)
+    return textwrap.wrap(line, COLUMNS, subsequent_indent=" " * 6, break_long_words=False, break_on_hyphens=False)

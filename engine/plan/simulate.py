@@ -163,13 +163,14 @@ class _Sampler:
         self.epoch += 1
 
     def pause(self, now: float, until: float) -> None:
-        """Take a new version; what is under way is read again under it."""
+        """Take a new version; what is under way is read again under it, also what was being read."""
         self.advance(now)
-        left = max(0.0, self.free_at - now)
-        self.free_at = until + left
+        self.busy_seconds -= max(0.0, self.free_at - now)
+        self.free_at = until
         self.read = -1
         done = sum(length - (end - self.progress) for end, _, _, length in self.running)
-        self._read(done + self.phases.prompt_tokens * len(self.running), until)
+        prompts = len({group.number for _, _, group, _ in self.running})
+        self._read(done + self.phases.prompt_tokens * prompts, until)
         self.epoch += 1
 
     def next_end(self) -> float:
