@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-STAGES = ("tasks", "rollout", "reward", "train", "sync", "evaluate", "record")
+STAGES = ("tasks", "rollout", "reward", "train", "sync", "evaluate", "record", "plan")
 
 
 def imported(path: Path) -> set[str]:
@@ -44,6 +44,7 @@ def test_kernels_and_sandbox_import_nothing_of_the_engine(package: str) -> None:
         "engine.tasks",
         "engine.start",
         "engine.record",
+        "engine.plan",
     ],
 )
 def test_imports_without_torch(module: str) -> None:

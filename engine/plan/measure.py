@@ -6,6 +6,7 @@ The run must have had `max_lag = 0`: only where the stages take turns do `time/*
 from __future__ import annotations
 
 import gzip
+import heapq
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,9 +21,15 @@ from engine.plan.simulate import Phases, Setup, simulate
 from engine.recipe import Recipe
 
 KEYS = ("time/sample", "time/grade", "time/train", "time/sync", "tokens/forward", "groups/rounds")
+REFITS = 5
+"""With several samplers which one was the slowest depends on the fit, which depends on that; it settles soon."""
 ALIKE = 0.99
 """A correlation of the steps' longest completions with their tokens above which nothing tells apart what an engine step
 costs and what a sequence adds; then all is the step's, as where decoding reads the weights and little else."""
+
+
+Work = tuple[int, int]
+"""Engine steps and tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +57,16 @@ class _Line:
     groups: tuple[tuple[int, ...], ...]
     """Tokens of the completions, in the order of submission."""
 
-    def work(self, samplers: int) -> tuple[int, int]:
-        """Engine steps and tokens of the sampler with the most to do: groups are dealt out in turn."""
-        shares = [self.groups[i::samplers] for i in range(min(samplers, len(self.groups)))]
-        return max((max(map(max, share)), sum(map(sum, share))) for share in shares)
+    def work(self, samplers: int, sequences: int) -> list[Work]:
+        """Of each sampler that had some: groups are dealt out in turn, and what it has no room for waits."""
+        found = []
+        for index in range(min(samplers, len(self.groups))):
+            lengths = [length for group in self.groups[index::samplers] for length in group]
+            places = [0] * min(sequences, len(lengths))
+            for length in lengths:
+                heapq.heapreplace(places, places[0] + length)
+            found.append((max(places), sum(lengths)))
+        return found
 
 
 def measured(run: Path) -> Measured:
@@ -71,8 +84,8 @@ def measured(run: Path) -> Measured:
         prompts_per_step=len(lines[0].groups),
         group_size=recipe.rollout.group_size,
     )
-    work = [line.work(setup.samplers) for line in lines]
-    step, sequence, alike = fit_decode(work, [line.sample for line in lines])
+    sequences = 64 if recipe.rollout.devices[0] == "cpu" else 256  # as engine.parts has it
+    step, sequence, alike = _decode(lines, setup.samplers, sequences)
     fixed, token = fit_line([line.forward_tokens for line in lines], [line.train for line in lines])
     sampled = sum(sum(map(sum, line.groups)) for line in lines)
     groups = tuple(group for line in lines for group in line.groups)
@@ -85,7 +98,7 @@ def measured(run: Path) -> Measured:
         train_token_seconds=token * sum(line.forward_tokens for line in lines) / sampled,
         train_step_seconds=fixed,
         sync_seconds=sum(line.sync for line in lines) / len(lines),
-        max_sequences=64 if recipe.rollout.devices[0] == "cpu" else 256,
+        max_sequences=sequences,
         record_seconds=mean * RECORD_TOKEN_SECONDS,
     )
     waited = sum(line.grade for line in lines) / len(lines)
@@ -102,7 +115,18 @@ def graders_named(recipe: Recipe) -> int:
     return recipe.sandbox.workers
 
 
-def fit_decode(work: Sequence[tuple[int, int]], seconds: Sequence[float]) -> tuple[float, float, bool]:
+def _decode(lines: Sequence[_Line], samplers: int, sequences: int) -> tuple[float, float, bool]:
+    """`fit_decode` on the work of each step's slowest sampler, which the fit itself has to name."""
+    seconds = [line.sample for line in lines]
+    work = [line.work(samplers, sequences) for line in lines]
+    step, sequence, alike = 1.0, 0.0, False
+    for _ in range(REFITS):
+        slowest = [max(shares, key=lambda w: step * w[0] + sequence * w[1]) for shares in work]
+        step, sequence, alike = fit_decode(slowest, seconds)
+    return step, sequence, alike
+
+
+def fit_decode(work: Sequence[Work], seconds: Sequence[float]) -> tuple[float, float, bool]:
     """Seconds of an engine step and those that a sequence adds, by least squares, neither below 0; and whether the data
     can't tell one from the other.
 

@@ -19,6 +19,8 @@ from engine.plan.simulate import Phases, Setup
 from engine.recipe import Recipe
 
 COLUMNS = 100
+Lengths = tuple[tuple[int, ...], ...]
+"""As in `Phases`."""
 DEFAULT_GPU = "h100"
 
 
@@ -55,9 +57,10 @@ def plan_lines(
         raise InputError(f"--mean-tokens {mean_tokens:g} beside --from {run}: a run says its lengths; drop one")
     measurement = measured(run) if run is not None else None
     sheet = sheets.gpu_named(gpu or DEFAULT_GPU) if gpu or run is None else None
+    lengths = _lengths(recipe, measurement, mean_tokens)
     for line in memory:  # what fetches the model's config.json, if it can be had
         yield from _wrapped(line)
-    basis = _basis(recipe, model_size(recipe), sheet, measurement, mean_tokens)
+    basis = _basis(recipe, model_size(recipe), sheet, measurement, lengths)
     setup, devices = _setup(recipe, samplers, trainers, basis)
     verdict = judge(setup, basis.phases_of)
     rows = table(setup, basis.phases_of, tensor_parallel=recipe.rollout.tensor_parallel, graders_for=basis.graders_for)
@@ -75,22 +78,27 @@ def plan_lines(
         out.write_text(json.dumps(_json(recipe, basis, verdict, rows), indent=1) + "\n")
 
 
-def _basis(
-    recipe: Recipe, model: ModelSize, sheet: sheets.Gpu | None, run: Measured | None, mean_tokens: float | None
-) -> Basis:
+def _lengths(recipe: Recipe, run: Measured | None, mean_tokens: float | None) -> Lengths:
     rollout = recipe.rollout
+    if run is not None:
+        return _regrouped(run.phases.lengths, rollout.group_size)
+    mean = mean_tokens if mean_tokens is not None else sheets.MEAN_SHARE * rollout.max_tokens
+    return sheets.drawn_lengths(mean, rollout.max_tokens, rollout.group_size)
+
+
+def _basis(recipe: Recipe, model: ModelSize, sheet: sheets.Gpu | None, run: Measured | None, lengths: Lengths) -> Basis:
+    rollout = recipe.rollout
+    mean = sum(map(sum, lengths)) / sum(map(len, lengths))
     said = [f"model {model.parameters / 1e9:.3g} billion parameters, by {model.source}"]
+    cores: float = sheets.CORES_A_GPU
     if run is None:
-        mean = mean_tokens or sheets.MEAN_SHARE * rollout.max_tokens
-        lengths, grade = sheets.drawn_lengths(mean, rollout.max_tokens, rollout.group_size), sheets.GRADE_SECONDS
+        grade = sheets.GRADE_SECONDS
         said.append(
             f"tokens assumed: completions of {mean:,.0f} on average, lognormal, cut off at {rollout.max_tokens:,}; "
             f"{grade:g} s to grade one; --from RUN takes both from a run"
         )
-        cores: float = sheets.CORES_A_GPU
     else:
-        lengths, grade = _regrouped(run.phases.lengths, rollout.group_size), run.phases.grade_seconds
-        mean = sum(map(sum, lengths)) / sum(map(len, lengths))
+        grade = run.phases.grade_seconds
         cores = run.cores / (len(run.recipe.rollout.devices) + 1)
         said.append(f"tokens of the run: completions of {mean:,.0f} on average; {grade:.3g} s to grade one")
         if rollout.max_tokens != run.recipe.rollout.max_tokens:
@@ -238,13 +246,14 @@ def _limits(rows: Sequence[Row], setup: Setup, phases_of: Callable[[Setup], Phas
     mean = sum(map(sum, phases.lengths)) / sum(map(len, phases.lengths))
     completions = (setup.prompts_per_step + setup.oversample) * setup.group_size
     share, most = completions * driver / best.outcome.step_seconds, mean / driver
+    samplers = most / _full(phases)
     yield (
-        f"note the driver's {1000 * driver:.2g} ms a completion are {share:.1%} of a step in the last row; with a batch "
-        f"that grows it would be the limit at {most:,.0f} tokens/s, {most / _full(phases):,.0f} times a full sampler"
+        f"note the driver's {1000 * driver:.2g} ms a completion are {share:.1%} of a step in the last row; with a "
+        f"batch that grows it would be the limit at {most:,.0f} tokens/s, {samplers:,.0f} times a full sampler"
     )
 
 
-def _regrouped(lengths: tuple[tuple[int, ...], ...], size: int) -> tuple[tuple[int, ...], ...]:
+def _regrouped(lengths: Lengths, size: int) -> Lengths:
     """Groups of `size`: the run's own where they have as many members, else cut anew from their completions."""
     if all(len(group) == size for group in lengths):
         return lengths

@@ -37,31 +37,34 @@ def table(
 
     graders_for: programs judged at once with so many devices.
     """
+    known: dict[Setup, Outcome] = {}
+    verdicts: dict[Setup, Verdict] = {}
+    most_graders = (setup.prompts_per_step * (1 + setup.max_lag) + setup.oversample) * setup.group_size
     rows = []
     for gpus in sizes:
-        base = replace(setup, graders=graders_for(gpus))
-        found: list[tuple[int, Setup, Outcome]] = []
-        for samplers, trainers in splits(gpus, base, tensor_parallel):
-            tried = replace(base, samplers=samplers, trainers=trainers)
-            found.append((samplers * tensor_parallel + trainers, tried, outcome(tried, phases_of(tried))))
-        if not found:
+        base = replace(setup, graders=min(graders_for(gpus), most_graders))
+        tried = [replace(base, samplers=s, trainers=t) for s, t in splits(gpus, base, tensor_parallel)]
+        if not tried:
             rows.append(Row(gpus, None, gpus))
             continue
-        most = max(result.tokens_per_second for _, _, result in found)
-        enough = [(used, s) for used, s, result in found if result.tokens_per_second >= most * (1 - SAME)]
-        used, best = min(enough, key=lambda pair: pair[0])
-        rows.append(Row(gpus, judge(best, phases_of), gpus - used))
+        known |= {one: outcome(one, phases_of(one)) for one in tried if one not in known}
+        most = max(known[one].tokens_per_second for one in tried)
+        enough = [one for one in tried if known[one].tokens_per_second >= most * (1 - SAME)]
+        best = min(enough, key=lambda one: one.samplers * tensor_parallel + one.trainers)
+        if best not in verdicts:
+            verdicts[best] = judge(best, phases_of)
+        rows.append(Row(gpus, verdicts[best], gpus - best.samplers * tensor_parallel - best.trainers))
     return rows
 
 
 def splits(gpus: int, setup: Setup, tensor_parallel: int) -> list[tuple[int, int]]:
-    """Samplers and trainers to try: powers of two and one and a half times those on either side, the rest on the other.
+    """Samplers and trainers to try: a power of two on either side, the rest on the other.
 
     None beyond what has work: a group goes whole to one sampler, and a completion to one trainer.
     """
     most_samplers = setup.prompts_per_step * (1 + setup.max_lag) + setup.oversample
     most_trainers = setup.prompts_per_step * setup.group_size
-    sizes = sorted({n for power in range(11) for n in (1 << power, 3 << power >> 1) if n <= gpus})
+    sizes = [1 << power for power in range(11) if 1 << power <= gpus]
     pairs = {(n, gpus - n * tensor_parallel) for n in sizes} | {((gpus - n) // tensor_parallel, n) for n in sizes}
     # The sides beyond their most have fewer devices, so that the others may have more.
     pairs |= {(most_samplers, gpus - most_samplers * tensor_parallel)}

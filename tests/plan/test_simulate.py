@@ -27,7 +27,9 @@ def flaws(setup: Setup, trace: Trace) -> list[str]:
     """What breaks the pipeline's promises: every group is trained, dropped or in flight; none trained is too old."""
     found = []
     for version, step in enumerate(trace.steps):
-        taken = [g for g in trace.groups if g.taken == step.taken and not g.dropped]
+        taken = [g for g in trace.groups if g.taken is not None and step.asked <= g.taken <= step.taken]
+        if len(taken) - sum(g.dropped for g in taken) < setup.prompts_per_step + setup.oversample:
+            found.append(f"step {version} has {len(taken)} groups")
         if step.oldest > setup.max_lag:
             found.append(f"step {version} trains a group {step.oldest} versions old")
         if version and step.asked != trace.steps[version - 1].end:
