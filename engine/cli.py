@@ -61,9 +61,7 @@ def run(
 @click.option("--samplers", type=click.IntRange(min=1), help="In the place of the recipe's.")
 @click.option("--trainers", type=click.IntRange(min=1), help="In the place of the recipe's.")
 @click.option("--gpu", metavar="NAME", help="Times by its data sheet: h100, h200, a100; h100 if there is no --from.")
-@click.option(
-    "--from", "run", metavar="RUN", type=click.Path(path_type=Path), help="A run that says lengths and times."
-)
+@click.option("--from", "run", metavar="RUN", type=click.Path(path_type=Path), help="Take lengths and times of it.")
 @click.option("--mean-tokens", type=float, help="Of a completion, where there is no --from.")
 @click.option("--set", "overrides", multiple=True, metavar="a.b=value", help="Override a key; may be repeated.")
 @click.option("--json", "out", type=click.Path(path_type=Path, dir_okay=False), help="Where the figures go too.")

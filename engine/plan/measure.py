@@ -23,9 +23,10 @@ from engine.recipe import Recipe
 KEYS = ("time/sample", "time/grade", "time/train", "time/sync", "tokens/forward", "groups/rounds")
 REFITS = 5
 """With several samplers which one was the slowest depends on the fit, which depends on that; it settles soon."""
-ALIKE = 0.99
-"""A correlation of the steps' longest completions with their tokens above which nothing tells apart what an engine step
-costs and what a sequence adds; then all is the step's, as where decoding reads the weights and little else."""
+ALIKE = 0.999
+"""The squared cosine between the run's engine steps and its tokens, as vectors over its optimizer steps, above which
+nothing tells apart what an engine step costs and what a sequence adds: their ratio varies by less than 3 %. Then all is
+the step's, as where decoding reads the weights and little else."""
 
 
 Work = tuple[int, int]
@@ -134,9 +135,9 @@ def fit_decode(work: Sequence[Work], seconds: Sequence[float]) -> tuple[float, f
     """
     steps, tokens = ([float(pair[i]) for pair in work] for i in (0, 1))
     alone = _slope(steps, seconds)
-    if _correlation(steps, tokens) > ALIKE or len(work) < 3:
-        return alone, 0.0, True
     a, b, c = _product(steps, steps), _product(steps, tokens), _product(tokens, tokens)
+    if b * b > ALIKE * a * c or len(work) < 3:
+        return alone, 0.0, True
     d, e = _product(steps, seconds), _product(tokens, seconds)
     step, sequence = (d * c - e * b) / (a * c - b * b), (a * e - b * d) / (a * c - b * b)
     if sequence < 0:
@@ -224,12 +225,3 @@ def _slope(x: Sequence[float], y: Sequence[float]) -> float:
 
 def _product(x: Sequence[float], y: Sequence[float]) -> float:
     return sum(v * w for v, w in zip(x, y, strict=True))
-
-
-def _correlation(x: Sequence[float], y: Sequence[float]) -> float:
-    """1 where one of them does not vary: then they are as good as alike."""
-    mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
-    xx, yy = sum((v - mean_x) ** 2 for v in x), sum((w - mean_y) ** 2 for w in y)
-    if not xx or not yy:
-        return 1.0
-    return sum((v - mean_x) * (w - mean_y) for v, w in zip(x, y, strict=True)) / (xx * yy) ** 0.5

@@ -16,6 +16,9 @@ from dataclasses import dataclass, field
 
 ALMOST = 1e-6
 """Tokens: a sequence that is so close to its end is there."""
+SYNC_STEPS = 1.5
+"""Engine steps that a sync waits for where there are sequences: on average half of one until the weights can be
+written, and one more until the canary has its turn. The sampler decodes meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,10 +248,11 @@ class _Run:
             at = self.now
             yield at + train_seconds(setup, phases, [g.lengths for g in taken[: setup.prompts_per_step]])
             trained = self.now
-            synced = trained + phases.sync_seconds
+            stepping = max((s.step_seconds() for s in self.samplers if s.running), default=0.0)
+            synced = trained + phases.sync_seconds + SYNC_STEPS * stepping
             for index, sampler in enumerate(self.samplers):
                 sampler.version = version + 1
-                sampler.pause(trained, synced)
+                sampler.pause(trained, trained + phases.sync_seconds)
                 self.foresee(index)
             yield synced
             yield synced + phases.record_seconds * sum(len(g.lengths) for g in taken)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from engine.pipeline import Ahead, Finished
 from engine.plan.outcome import halved, judge, outcome
-from engine.plan.simulate import Phases, Setup, Trace, simulate, train_seconds
+from engine.plan.simulate import SYNC_STEPS, Phases, Setup, Trace, simulate, train_seconds
 
 ONE = Setup(samplers=1, trainers=1, graders=8, prompts_per_step=2, group_size=4)
 TENTHS = Phases(
@@ -110,8 +110,8 @@ def test_a_group_goes_to_the_sampler_that_owes_least() -> None:
     setup = Setup(samplers=2, trainers=1, graders=4, prompts_per_step=1, group_size=4, max_lag=1)
     phases = Phases(0.01, 0.0, ((1000,) * 4, (100,) * 4), 0.0, 0.0, max_sequences=4)
     groups = simulate(setup, replace(phases, lengths=((1000,) * 4, (100,) * 4, (100,) * 4)), 3).groups
-    # The second sampler is through with its group at 1 s, when the third is submitted.
-    assert [groups[n].landed for n in (1, 2)] == pytest.approx([1.0, 2.0])
+    # The second sampler is through with its group at 1 s; the third is submitted after a sync that waits for the first.
+    assert [groups[n].landed for n in (1, 2)] == pytest.approx([1.0, 2.0 + SYNC_STEPS * 0.01])
 
 
 def test_a_slow_grader_is_named_and_more_of_them_are_the_advice() -> None:
