@@ -6,6 +6,7 @@ import json
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ def plan_lines(
     setup, devices = _setup(recipe, samplers, trainers, basis)
     verdict = judge(setup, basis.phases_of)
     rows = table(setup, basis.phases_of, tensor_parallel=recipe.rollout.tensor_parallel, graders_for=basis.graders_for)
-    for line in (*basis.said, *_notes(recipe, devices, setup), *_phases(basis.phases_of(setup), setup)):
+    for line in (*basis.said, *_notes(recipe, setup), *_phases(basis.phases_of(setup), setup)):
         yield from _wrapped(line)
     yield ""
     for line in _verdict(verdict, devices):
@@ -87,51 +88,54 @@ def _lengths(recipe: Recipe, run: Measured | None, mean_tokens: float | None) ->
 
 
 def _basis(recipe: Recipe, model: ModelSize, sheet: sheets.Gpu | None, run: Measured | None, lengths: Lengths) -> Basis:
-    rollout = recipe.rollout
-    mean = sum(map(sum, lengths)) / sum(map(len, lengths))
-    said = [f"model {model.parameters / 1e9:.3g} billion parameters, by {model.source}"]
-    cores: float = sheets.CORES_A_GPU
-    if run is None:
-        grade = sheets.GRADE_SECONDS
-        said.append(
-            f"tokens assumed: completions of {mean:,.0f} on average, lognormal, cut off at {rollout.max_tokens:,}; "
-            f"{grade:g} s to grade one; --from RUN takes both from a run"
-        )
+    said = [f"model {model.parameters / 1e9:.3g} billion parameters, by {model.source}", *_tokens(recipe, run, lengths)]
+    cores = run.cores / (len(run.recipe.rollout.devices) + 1) if run is not None else sheets.CORES_A_GPU
+    phases_of: Callable[[Setup], Phases]
+    if sheet is not None:
+        grade = run.phases.grade_seconds if run is not None else sheets.GRADE_SECONDS
+        phases_of = partial(sheets.sheet_phases, recipe, model, sheet, lengths, grade)
+        said += _sheet(recipe, sheet)
     else:
-        grade = run.phases.grade_seconds
-        cores = run.cores / (len(run.recipe.rollout.devices) + 1)
-        said.append(f"tokens of the run: completions of {mean:,.0f} on average; {grade:.3g} s to grade one")
-        if rollout.max_tokens != run.recipe.rollout.max_tokens:
-            said.append(
-                f"note the run's rollout.max_tokens is {run.recipe.rollout.max_tokens}, the recipe's "
-                f"{rollout.max_tokens}: its lengths are taken as they are"
-            )
-    if sheet is None:
         assert run is not None  # times are from one of the two
-        phases = replace(run.phases, lengths=lengths)
-        said.append(f"times of the run, from {run.steps} steps, for devices like its own")
+        phases_of = partial(_run_phases, replace(run.phases, lengths=lengths), model, recipe.optim.updates)
+        said += [f"times of the run, from {run.steps} steps, for devices like its own"]
         said += [f"note {note}" for note in run.notes]
-
-        def phases_of(setup: Setup) -> Phases:
-            exchanged = sheets.network_seconds(model.trained * 4, setup.trainers)
-            return replace(phases, exchange_seconds=exchanged * recipe.optim.updates)
-    else:
-        if rollout.devices[0] == "cpu":
-            said.append(
-                f"note rollout.devices are cpu, of which no data sheet is here: this is the recipe on {sheet.name}"
-            )
-        said.append(
-            f"times of {sheet.name} by its data sheet, nothing measured: {sheets.TRAIN_MFU:.0%} of "
-            f"{sheet.bf16_tflops:g} dense bf16 TFLOP/s in training, {sheets.PREFILL_MFU:.0%} for prompts, "
-            f"{sheets.DECODE_BANDWIDTH_USE:.0%} of {sheet.hbm_gb_per_second:g} GB/s and "
-            f"{1000 * sheets.STEP_SECONDS:g} ms a step in decoding; engine/plan/gpus.py says why"
-        )
-
-        def phases_of(setup: Setup) -> Phases:
-            return sheets.sheet_phases(recipe, model, sheet, lengths, grade, setup)
-
     named = graders_named(recipe)
     return Basis(tuple(said), phases_of, lambda gpus: named or max(1, round(gpus * cores)))
+
+
+def _run_phases(phases: Phases, model: ModelSize, updates: int, setup: Setup) -> Phases:
+    """A run's, and the exchange of gradients, which a run with one trainer does not have."""
+    exchanged = sheets.network_seconds(model.trained * 4, setup.trainers)
+    return replace(phases, exchange_seconds=exchanged * updates)
+
+
+def _tokens(recipe: Recipe, run: Measured | None, lengths: Lengths) -> Iterator[str]:
+    mean = sum(map(sum, lengths)) / sum(map(len, lengths))
+    longest = recipe.rollout.max_tokens
+    if run is None:
+        yield (
+            f"tokens assumed: completions of {mean:,.0f} on average, lognormal, cut off at {longest:,}; "
+            f"{sheets.GRADE_SECONDS:g} s to grade one; --from RUN takes both from a run"
+        )
+        return
+    yield f"tokens of the run: completions of {mean:,.0f} on average; {run.phases.grade_seconds:.3g} s to grade one"
+    if longest != run.recipe.rollout.max_tokens:
+        yield (
+            f"note the run's rollout.max_tokens is {run.recipe.rollout.max_tokens}, the recipe's {longest}: its lengths "
+            f"are taken as they are"
+        )
+
+
+def _sheet(recipe: Recipe, sheet: sheets.Gpu) -> Iterator[str]:
+    if recipe.rollout.devices[0] == "cpu":
+        yield f"note rollout.devices are cpu, of which no data sheet is here: this is the recipe on {sheet.name}"
+    yield (
+        f"times of {sheet.name} by its data sheet, nothing measured: {sheets.TRAIN_MFU:.0%} of {sheet.bf16_tflops:g} "
+        f"dense bf16 TFLOP/s in training, {sheets.PREFILL_MFU:.0%} for prompts, {sheets.DECODE_BANDWIDTH_USE:.0%} of "
+        f"{sheet.hbm_gb_per_second:g} GB/s and {1000 * sheets.STEP_SECONDS:g} ms a step in decoding; "
+        f"engine/plan/gpus.py says why"
+    )
 
 
 def _setup(recipe: Recipe, samplers: int | None, trainers: int | None, basis: Basis) -> tuple[Setup, int]:
@@ -158,7 +162,7 @@ def _shared(recipe: Recipe) -> bool:
     return recipe.cluster is None and recipe.train.device != "cpu" and recipe.train.device in recipe.rollout.devices
 
 
-def _notes(recipe: Recipe, devices: int, setup: Setup) -> Iterator[str]:
+def _notes(recipe: Recipe, setup: Setup) -> Iterator[str]:
     if _shared(recipe):
         yield f"note sampler and trainer share {recipe.train.device}, by turns; the table gives each its own"
         if setup.max_lag:

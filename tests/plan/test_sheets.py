@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,10 +10,11 @@ import pytest
 from engine import recipe_file
 from engine.errors import InputError
 from engine.plan import gpus
-from engine.plan.model import ModelSize, _counted, _named
+from engine.plan.model import ModelSize, _counted, _named, model_size
 from engine.plan.outcome import outcome
 from engine.plan.scale import enough, splits, table
 from engine.plan.simulate import Phases, Setup
+from engine.snapshot import config_here
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 FOUR = ModelSize(4e9, 4e9, 4e9, 73_728, 64e6, "a test")
@@ -65,6 +67,32 @@ def test_a_name_gives_the_size(source: str, size: float) -> None:
 def test_a_name_without_a_size_is_refused() -> None:
     with pytest.raises(InputError, match=r"hf:org/base@main.*no size such as 4b"):
         _named("hf:org/base@main")
+
+
+def test_a_configuration_in_the_hubs_cache_is_found_without_a_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    source = "hf:org/base-4b@main"
+    recipe = recipe_file.load(RECIPES / "direct.toml", (f"model.source={source}",))
+    assert config_here(source) is None
+    assert model_size(recipe).parameters == 4e9
+    cached = tmp_path / "models--org--base-4b"
+    (cached / "snapshots" / "abc").mkdir(parents=True)
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("abc")
+    shape = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 100, "num_attention_heads": 4}
+    config = {"text_config": shape | {"intermediate_size": 128}}
+    (cached / "snapshots" / "abc" / "config.json").write_text(json.dumps(config))
+    assert config_here(source) == cached / "snapshots" / "abc"
+    found = model_size(recipe)
+    assert found.parameters == 2 * (4 * 64 * 64 + 3 * 64 * 128) + 64 * 100
+    assert "config.json" in found.source
+    (cached / "snapshots" / "abc" / "config.json").write_text("{}")
+    with pytest.raises(InputError, match=r"config\.json has no 'hidden_size'"):
+        model_size(recipe)
 
 
 @pytest.mark.parametrize("mean", [20.0, 300.0, 1000.0])
