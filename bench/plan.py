@@ -99,7 +99,7 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="where the result goes")
-    parser.add_argument("--steps", type=int, default=9, help="of each run")
+    parser.add_argument("--steps", type=int, default=8, help="of each run")
     arguments = parser.parse_args()
     rows: list[Row] = []
     step_errors, idle_errors = [], []

@@ -146,7 +146,7 @@ def sheet_phases(
     prompt = min(PROMPT_TOKENS, rollout.max_prompt_tokens)
     context = prompt + mean / 2
     read = gpu.hbm_gb_per_second * 1e9 * DECODE_BANDWIDTH_USE * split
-    product = 2 * model.active / (_peak(gpu, rollout.dtype) * split)
+    product = 2 * model.active / (peak(gpu, rollout.dtype) * split)
     kv = model.kv_numbers * width(rollout.dtype) * context / read
     exchanged = exchange_seconds(model.trained * 4, gpu, setup.trainers)
     return Phases(
@@ -154,7 +154,7 @@ def sheet_phases(
         decode_sequence_seconds=kv + product / PREFILL_MFU + SEQUENCE_SECONDS,
         lengths=lengths,
         grade_seconds=grade_seconds,
-        train_token_seconds=operations(recipe) * model.active / (_peak(gpu, recipe.model.dtype) * TRAIN_MFU),
+        train_token_seconds=operations(recipe) * model.active / (peak(gpu, recipe.model.dtype) * TRAIN_MFU),
         train_step_seconds=TRAIN_STEP_SECONDS * recipe.optim.updates,
         exchange_seconds=exchanged * recipe.optim.updates,
         sync_seconds=sync_seconds(recipe, model, hosts(setup, split)),
@@ -205,6 +205,6 @@ def sync_seconds(recipe: Recipe, model: ModelSize, machines: int) -> float:
     return SYNC_SECONDS + network + written / (PCIE_GB_PER_SECOND * 1e9)
 
 
-def _peak(gpu: Gpu, dtype: str) -> float:
-    """Operations a second."""
+def peak(gpu: Gpu, dtype: str) -> float:
+    """The data sheet's operations a second."""
     return (gpu.bf16_tflops if dtype == "bfloat16" else gpu.fp32_tflops) * 1e12

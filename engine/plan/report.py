@@ -122,18 +122,19 @@ def _tokens(recipe: Recipe, run: Measured | None, lengths: Lengths) -> Iterator[
     yield f"tokens of the run: completions of {mean:,.0f} on average; {run.phases.grade_seconds:.3g} s to grade one"
     if longest != run.recipe.rollout.max_tokens:
         yield (
-            f"note the run's rollout.max_tokens is {run.recipe.rollout.max_tokens}, the recipe's {longest}: its lengths "
-            f"are taken as they are"
+            f"note the run's rollout.max_tokens is {run.recipe.rollout.max_tokens}, the recipe's {longest}: its "
+            f"lengths are taken as they are"
         )
 
 
 def _sheet(recipe: Recipe, sheet: sheets.Gpu) -> Iterator[str]:
     if recipe.rollout.devices[0] == "cpu":
         yield f"note rollout.devices are cpu, of which no data sheet is here: this is the recipe on {sheet.name}"
+    dtype = recipe.model.dtype
     yield (
-        f"times of {sheet.name} by its data sheet, nothing measured: {sheets.TRAIN_MFU:.0%} of {sheet.bf16_tflops:g} "
-        f"dense bf16 TFLOP/s in training, {sheets.PREFILL_MFU:.0%} for prompts, {sheets.DECODE_BANDWIDTH_USE:.0%} of "
-        f"{sheet.hbm_gb_per_second:g} GB/s and {1000 * sheets.STEP_SECONDS:g} ms a step in decoding; "
+        f"times of {sheet.name} by its data sheet, nothing measured: {sheets.TRAIN_MFU:.0%} of "
+        f"{sheets.peak(sheet, dtype) / 1e12:g} dense {dtype} TFLOP/s in training, {sheets.PREFILL_MFU:.0%} for prompts, "
+        f"{sheets.DECODE_BANDWIDTH_USE:.0%} of {sheet.hbm_gb_per_second:g} GB/s and {1000 * sheets.STEP_SECONDS:g} ms a step in decoding; "
         f"engine/plan/gpus.py says why"
     )
 
