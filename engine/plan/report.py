@@ -133,8 +133,9 @@ def _sheet(recipe: Recipe, sheet: sheets.Gpu) -> Iterator[str]:
     dtype = recipe.model.dtype
     yield (
         f"times of {sheet.name} by its data sheet, nothing measured: {sheets.TRAIN_MFU:.0%} of "
-        f"{sheets.peak(sheet, dtype) / 1e12:g} dense {dtype} TFLOP/s in training, {sheets.PREFILL_MFU:.0%} for prompts, "
-        f"{sheets.DECODE_BANDWIDTH_USE:.0%} of {sheet.hbm_gb_per_second:g} GB/s and {1000 * sheets.STEP_SECONDS:g} ms a step in decoding; "
+        f"{sheets.peak(sheet, dtype) / 1e12:g} dense {dtype} TFLOP/s in training, "
+        f"{sheets.PREFILL_MFU:.0%} for prompts; {sheets.DECODE_BANDWIDTH_USE:.0%} of "
+        f"{sheet.hbm_gb_per_second:g} GB/s and {1000 * sheets.STEP_SECONDS:g} ms a step in decoding; "
         f"engine/plan/gpus.py says why"
     )
 
