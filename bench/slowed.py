@@ -17,7 +17,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-STEP_SECONDS, SEQUENCE_SECONDS = 0.01, 0.003
+STEP_SECONDS, SEQUENCE_SECONDS = 0.02, 0.008
 TRAIN_SECONDS = 0.8
 GRADERS = 2
 WORKER = "--worker"
