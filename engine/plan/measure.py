@@ -79,9 +79,9 @@ def measured(run: Path) -> Measured:
     cores = _cores(run)
     lines = lines[1:] if len(lines) > 2 else lines
     setup = Setup(
-        samplers=recipe.cluster.samplers if recipe.cluster else len(recipe.rollout.samplers),
+        samplers=len(recipe.rollout.samplers),
         trainers=1,
-        graders=graders_named(recipe) or cores,
+        graders=recipe.sandbox.workers or cores,
         prompts_per_step=len(lines[0].groups),
         group_size=recipe.rollout.group_size,
     )
@@ -107,13 +107,6 @@ def measured(run: Path) -> Measured:
     phases = replace(phases, landing_seconds=mean * LANDING_TOKEN_SECONDS)
     notes = ("its lengths don't tell a step's cost from a sequence's: all is the step's",) if alike else ()
     return Measured(recipe, phases, cores, len(lines), notes)
-
-
-def graders_named(recipe: Recipe) -> int:
-    """Programs that the recipe judges at once; 0 where it takes every core that there is."""
-    if recipe.cluster is not None:
-        return recipe.cluster.graders * (recipe.sandbox.workers or recipe.cluster.grader_cpus)
-    return recipe.sandbox.workers
 
 
 def _decode(lines: Sequence[_Line], samplers: int, sequences: int) -> tuple[float, float, bool]:
@@ -177,10 +170,10 @@ def _read(run: Path) -> tuple[Recipe, list[_Line]]:
     if not path.is_file():
         raise InputError(f"--from {run}: it has no metrics.jsonl; name the folder of a run that has trained some steps")
     recipe = recipe_file.load(run / "recipe.toml")
-    if recipe.rollout.max_lag or (recipe.cluster is not None and recipe.cluster.trainers > 1):
+    if recipe.rollout.max_lag:
         raise InputError(
             f"--from {run}: with rollout.max_lag = {recipe.rollout.max_lag} the stages' times hide behind each other; "
-            f"measure with --set rollout.max_lag=0 and one trainer, some steps are enough"
+            f"measure with --set rollout.max_lag=0, some steps are enough"
         )
     lines = []
     for number, text in enumerate(path.read_text().splitlines(), start=1):

@@ -12,7 +12,7 @@ from typing import Any
 
 from engine.errors import InputError
 from engine.plan import gpus as sheets
-from engine.plan.measure import Measured, graders_named, measured
+from engine.plan.measure import Measured, measured
 from engine.plan.model import ModelSize, model_size
 from engine.plan.outcome import Verdict, judge
 from engine.plan.scale import Row, enough, table
@@ -100,7 +100,7 @@ def _basis(recipe: Recipe, model: ModelSize, sheet: sheets.Gpu | None, run: Meas
         phases_of = partial(_run_phases, replace(run.phases, lengths=lengths), model, recipe.optim.updates)
         said += [f"times of the run, from {run.steps} steps, for devices like its own"]
         said += [f"note {note}" for note in run.notes]
-    named = graders_named(recipe)
+    named = recipe.sandbox.workers
     return Basis(tuple(said), phases_of, lambda gpus: named or max(1, round(gpus * cores)))
 
 
@@ -142,9 +142,8 @@ def _sheet(recipe: Recipe, sheet: sheets.Gpu) -> Iterator[str]:
 
 def _setup(recipe: Recipe, samplers: int | None, trainers: int | None, basis: Basis) -> tuple[Setup, int]:
     """The recipe's, and how many devices it has."""
-    rollout, cluster = recipe.rollout, recipe.cluster
-    samplers_now = samplers or (cluster.samplers if cluster else len(rollout.samplers))
-    trainers_now = trainers or (cluster.trainers if cluster else 1)
+    rollout = recipe.rollout
+    samplers_now, trainers_now = samplers or len(rollout.samplers), trainers or 1
     shared = samplers is None and trainers is None and _shared(recipe)
     devices = samplers_now * rollout.tensor_parallel + (0 if shared else trainers_now)
     setup = Setup(
@@ -161,7 +160,7 @@ def _setup(recipe: Recipe, samplers: int | None, trainers: int | None, basis: Ba
 
 def _shared(recipe: Recipe) -> bool:
     """Whether a GPU both samples and trains."""
-    return recipe.cluster is None and recipe.train.device != "cpu" and recipe.train.device in recipe.rollout.devices
+    return recipe.train.device != "cpu" and recipe.train.device in recipe.rollout.devices
 
 
 def _notes(recipe: Recipe, setup: Setup) -> Iterator[str]:

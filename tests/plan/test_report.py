@@ -58,17 +58,6 @@ def test_what_is_asked_for_is_what_is_planned(tmp_path: Path) -> None:
     assert [row["gpus"] for row in found["table"]] == [2, 4, 8, 16, 64, 256, 1024]
 
 
-def test_a_cluster_is_planned_as_it_says(tmp_path: Path) -> None:
-    recipe = local(
-        ROOT / "recipes" / "direct.toml", tmp_path, "cluster.samplers=3", "cluster.trainers=2", "cluster.graders=2",
-        "cluster.grader_cpus=5",
-    )  # fmt: skip
-    out = tmp_path / "plan.json"
-    list(plan_lines(recipe, out=out))
-    setup = json.loads(out.read_text())["plan"]["setup"]
-    assert (setup["samplers"], setup["trainers"], setup["graders"]) == (3, 2, 10)
-
-
 def test_a_run_says_the_times_and_a_sheet_beside_it_only_the_gpu(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     recipe = local(QUICKSTART, tmp_path, *OVERRIDES)
