@@ -1,4 +1,4 @@
-"""How well `rlvr plan` predicts real runs: `python bench/plan.py --json OUT`, some six minutes.
+"""How well `rlvr plan` predicts real runs: `python bench/plan.py --json OUT`, on an idle machine.
 
 The tiny model of the tests runs through `rlvr run` with real vLLM and real jails, with one sampler and two, at lag 0
 and 1, with fast graders and slow ones. Two cores can't stand for four devices, so most of each stage's time is a delay
