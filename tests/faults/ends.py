@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,8 @@ import pytest
 from engine.tasks import Curriculum, load_tasks
 from tests.faults.left import Left
 from tests.small import below, facts, finish, gone, lines_of, make_model, start, wait_for, write_recipe
+
+TORCHRUN = (str(Path(sys.executable).parent / "torchrun"), "--nproc-per-node", "2", "--standalone", "--no-python")
 
 
 @pytest.fixture(scope="module")
@@ -159,6 +162,20 @@ def test_a_run_survives_the_core_and_nothing_survives_the_run(recipe: Path, tmp_
     os.kill(run.pid, signal.SIGKILL)
     finish(run)
     assert gone(processes, 5)
+
+
+def test_a_trainer_that_dies_ends_the_run_with_the_reason(recipe: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run = start(recipe, folder, "--set", "run.steps=200", "--set", "tasks.heldout={}", prefix=TORCHRUN)
+    wait_for(run, lambda: lines_of(folder) >= 1)
+    processes = below(run.pid)
+    trainers = sorted(pid for pid, line in processes.items() if "rlvr run" in line and "torchrun" not in line)
+    [follower] = [pid for pid in trainers if not below(pid)]
+    os.kill(follower, signal.SIGKILL)
+    code, _, errors = finish(run)
+    assert code != 0
+    assert "lost the others while" in errors or "SIGKILL" in errors
+    assert gone(processes)
 
 
 def test_a_read_only_folder_is_refused_before_anything_is_loaded(recipe: Path, small_disk: Path) -> None:
