@@ -30,11 +30,9 @@ from engine.tasks import Curriculum, load_tasks
 from engine.train import Trainer
 from engine.train.policy import trained_names
 from engine.train.ranks import ALONE, Ranks
-from engine.types import Completion, Graded, Sampled, StepStats, SuiteResult, Task
+from engine.types import CPU_SEQUENCES, GPU_SEQUENCES, Completion, Graded, Sampled, StepStats, SuiteResult, Task
 
 CANARY_TOKENS = 32
-MAX_SEQUENCES = 64
-"""Completions that a CPU sampler decodes at once; more only queue."""
 
 
 class Parts:
@@ -73,7 +71,7 @@ class Parts:
             )
         )
         self.grader = stack.enter_context(closing(Grader(recipe.sandbox, recipe.reward)))
-        self.trainer = Trainer(recipe, snapshot.folder, stack.enter_context(closing(ranks)))
+        self.trainer = Trainer(recipe, snapshot.folder, stack.enter_context(ranks))
         self.trainer.require_room()
         tokenizer = AutoTokenizer.from_pretrained(snapshot.folder, local_files_only=True)
         everything = list(self.tasks.values())
@@ -275,7 +273,7 @@ def sampler_config(recipe: Recipe, snapshot: Snapshot, devices: Sequence[str]) -
         dtype=rollout.dtype,
         device="cpu" if on_cpu else "cuda:" + ",".join(device.rpartition(":")[2] for device in devices),
         max_model_len=rollout.max_prompt_tokens + rollout.max_tokens,
-        max_sequences=MAX_SEQUENCES if on_cpu else 4 * MAX_SEQUENCES,
+        max_sequences=CPU_SEQUENCES if on_cpu else GPU_SEQUENCES,
         kv_cache_mb=rollout.kv_cache_mb,
         gpu_memory_fraction=rollout.gpu_memory_fraction,
         seed=recipe.run.seed,

@@ -380,6 +380,8 @@ class Recipe(Section):
             raise ValueError(
                 f"sync.install = {self.sync.install!r} with [full]: whole weights have no adapter; use 'merged'"
             )
+        if self.full is not None and self.train.sharded:
+            raise ValueError("train.sharded = true with [full]: only frozen layers are sharded; train a [lora]")
         return self
 
     @model_validator(mode="after")
@@ -391,12 +393,6 @@ class Recipe(Section):
             raise ValueError(
                 f"sync.transport = 'nccl' with devices {', '.join(used)}: it needs a GPU for each; use 'auto'"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _frozen_shards(self) -> Self:
-        if self.train.sharded and self.full is not None:
-            raise ValueError("train.sharded = true with [full]: only frozen layers are sharded; train a [lora]")
         return self
 
     @model_validator(mode="after")

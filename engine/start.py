@@ -6,7 +6,7 @@ import os
 import shlex
 import signal
 from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -50,7 +50,7 @@ def start(
 
     Raises InputError before the folder is made, and RunError, SandboxError or OSError after.
     """
-    if rank_and_world()[0] > 0:
+    if _rank_and_world()[0] > 0:
         return _follow(recipe)
     folder = choose_folder(recipe, output, resume=resume)
     going_on = resume and folder.exists()
@@ -70,7 +70,7 @@ def start(
         _run(recipe, folder, snapshot, saved, quiet)
 
 
-def rank_and_world() -> tuple[int, int]:
+def _rank_and_world() -> tuple[int, int]:
     """This trainer's number and how many torchrun started; (0, 1) without it."""
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
@@ -87,7 +87,7 @@ def _follow(recipe: Recipe) -> None:
     kind, _, index = recipe.train.device.partition(":")
     device = kind if kind == "cpu" else f"{kind}:{int(index or 0) + int(os.environ['LOCAL_RANK'])}"
     torch.set_num_threads(_threads(recipe))
-    with closing(Ranks(*rank_and_world(), device=device)) as ranks:
+    with Ranks(*_rank_and_world(), device=device) as ranks:
         own = recipe.model_copy(update={"train": recipe.train.model_copy(update={"device": device})})
         ranks.follow(Trainer(own, snapshot.folder, ranks))
 
@@ -120,12 +120,11 @@ def _run(recipe: Recipe, folder: Path, snapshot: Snapshot, saved: Saved | None, 
     from safetensors import SafetensorError
 
     from engine.run import run
-    from engine.train.ranks import ALONE, Ranks
+    from engine.train.ranks import Ranks
 
     torch.set_num_threads(_threads(recipe))
     click.echo(f"run  {folder}: loading vLLM and the trainer")
-    rank, world = rank_and_world()
-    ranks = Ranks(rank, world, device=recipe.train.device) if world > 1 else ALONE
+    ranks = Ranks(*_rank_and_world(), device=recipe.train.device)
     try:
         summary = run(recipe, folder, snapshot, len(os.sched_getaffinity(0)), saved, ranks, quiet=quiet)
     except SafetensorError as error:

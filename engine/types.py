@@ -25,6 +25,9 @@ Message = Mapping[str, str]
 LORA_SLOTS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The ranks that vLLM makes LoRA slots of, its --max-lora-rank; an adapter takes the next one that is large enough."""
 
+CPU_SEQUENCES, GPU_SEQUENCES = 64, 256
+"""Completions that a sampler decodes at once; on a CPU more only queue."""
+
 Factors = Mapping[str, "tuple[torch.Tensor, torch.Tensor]"]
 """LoRA factors by module name, as transformers spells it: A `[rank, in]` and B `[out, rank]`, both fp32."""
 

@@ -82,6 +82,10 @@ def _toml(value: object) -> str:
     return json.dumps(value)
 
 
+TORCHRUN = (str(Path(sys.executable).parent / "torchrun"), "--nproc-per-node", "2", "--standalone", "--no-python")
+"""Before `rlvr run`: two trainers."""
+
+
 def heed_ctrl_c() -> None:
     """A shell starts its background jobs with SIGINT ignored, and this test run may be one."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)

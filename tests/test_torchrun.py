@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.small import below, finish, gone, lines_of, make_model, start, wait_for, write_recipe
+from tests.small import TORCHRUN, below, finish, gone, lines_of, make_model, start, wait_for, write_recipe
 
 pytestmark = pytest.mark.slow
-TORCHRUN = (str(Path(sys.executable).parent / "torchrun"), "--nproc-per-node", "2", "--standalone", "--no-python")
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from engine.errors import InputError
 from engine.plan.model import ModelSize
 from engine.plan.simulate import Phases, Setup
 from engine.recipe import Recipe
+from engine.types import GPU_SEQUENCES
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ SYNC_SECONDS = 0.3
 """Of a version beside its bytes: the samplers stop, drop their KV and score a canary, as the trainer does."""
 LANDING_SECONDS, LANDING_TOKEN_SECONDS = 0.0005, 0.36e-6
 """Of the driver for a completion that lands: wake-ups and a task of the grader, then unpickling and checking a token.
-The latter, and the next, were measured on one core of a 2-core machine, with completions of 4,096 tokens."""
+Assumed, as the next; of the order of what a core took once for completions of 4,096 tokens, and no script prints it."""
 RECORD_TOKEN_SECONDS = 0.94e-6
 """Of the driver for a token's place in rollouts/ (JSON, gzip) and in the metrics, after each step."""
 GRADE_SECONDS = 0.5
@@ -158,7 +159,7 @@ def sheet_phases(
         train_step_seconds=TRAIN_STEP_SECONDS * recipe.optim.updates,
         exchange_seconds=exchanged * recipe.optim.updates,
         sync_seconds=sync_seconds(recipe, model, hosts(setup, split)),
-        max_sequences=max(1, min(256, int(room_for(recipe, model, gpu) / (prompt + mean)))),
+        max_sequences=max(1, min(GPU_SEQUENCES, int(room_for(recipe, model, gpu) / (prompt + mean)))),
         prompt_tokens=prompt,
         prefill_token_seconds=product / PREFILL_MFU,
         landing_seconds=LANDING_SECONDS + mean * LANDING_TOKEN_SECONDS,

@@ -19,6 +19,7 @@ from engine.plan.gpus import LANDING_TOKEN_SECONDS, RECORD_TOKEN_SECONDS
 from engine.plan.outcome import average
 from engine.plan.simulate import Phases, Setup, simulate
 from engine.recipe import Recipe
+from engine.types import CPU_SEQUENCES, GPU_SEQUENCES
 
 KEYS = ("time/sample", "time/grade", "time/train", "time/sync", "tokens/forward", "groups/rounds")
 REFITS = 5
@@ -85,7 +86,7 @@ def measured(run: Path) -> Measured:
         prompts_per_step=len(lines[0].groups),
         group_size=recipe.rollout.group_size,
     )
-    sequences = 64 if recipe.rollout.devices[0] == "cpu" else 256  # as engine.parts has it
+    sequences = CPU_SEQUENCES if recipe.rollout.devices[0] == "cpu" else GPU_SEQUENCES
     step, sequence, alike = _decode(lines, setup.samplers, sequences)
     fixed, token = fit_line([line.forward_tokens for line in lines], [line.train for line in lines])
     sampled = sum(sum(map(sum, line.groups)) for line in lines)

@@ -7,7 +7,6 @@ steps. The event loop runs only inside this class's methods.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
 from collections.abc import Coroutine
 from typing import Any, TypeVar
@@ -50,7 +49,6 @@ class AsyncEngine:
         self.book = Book(text=config.tokenizer)
         self._config = config
         self._watching: set[asyncio.Task[None]] = set()
-        self._scores, self._arrivals = itertools.count(), itertools.count()
         self._adapter = adapter_of(config)
         self._loop = asyncio.new_event_loop()
         self._landed = asyncio.Event()
@@ -118,9 +116,9 @@ class AsyncEngine:
 
     async def _add(self, name: str, token_ids: tuple[int, ...], params: SamplingParams) -> None:
         prompt = TokensPrompt(prompt_token_ids=list(token_ids))
-        arrival = float(next(self._arrivals))  # the order, which the wall clock may not keep
+        # In their order, which the wall clock may not keep.
         answer = await self._engine.add_request(
-            name, prompt, params, arrival_time=arrival, lora_request=self._adapter, priority=0
+            name, prompt, params, arrival_time=float(name), lora_request=self._adapter, priority=0
         )
         task = self._loop.create_task(self._watch(name, answer))
         self._watching.add(task)
@@ -131,7 +129,7 @@ class AsyncEngine:
 
     async def _score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
         prompt = TokensPrompt(prompt_token_ids=list(token_ids))
-        name = f"score-{next(self._scores)}"
+        name = self.book.name()
         [out] = [
             out
             async for out in self._engine.generate(

@@ -47,10 +47,14 @@ class Book:
         for group in groups:
             self._waiting.add(group)
 
+    def name(self) -> str:
+        """A name for a request of vLLM's: a number, which grows, so that it also says the order in which they came."""
+        return str(next(self._numbers))
+
     def admit(self) -> Iterator[tuple[str, Group, SamplingParams]]:
         """What may enter before vLLM's next step, each under a name of its own; to be called once for each step."""
         for group, member in self._waiting.next_wave():
-            name = str(next(self._numbers))
+            name = self.name()
             self._sampling[name] = (group, member)
             yield name, group, sampling_params(group.sampling, group.seeds[member], text=self._text)
 

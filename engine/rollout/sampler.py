@@ -203,7 +203,10 @@ class Sampler:
             self._process.kill()  # it is in the middle of something
             self._process.wait()
         if not await_end(self._process.pid, GROUP_SECONDS):  # what it started goes with it, see the worker
-            os.killpg(self._process.pid, signal.SIGKILL)
+            try:
+                os.killpg(self._process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass  # it went just now
         self._reader.join()
         self._connection.close()
         self._socket.close()

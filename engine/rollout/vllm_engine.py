@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from typing import Any
 
@@ -30,7 +29,6 @@ class VllmEngine:
         self.version = vllm.__version__
         self.book = Book(text=config.tokenizer)
         self._config = config
-        self._scores, self._arrivals = itertools.count(), itertools.count()
         self._adapter = adapter_of(config)
         self._llm = LLM(**engine_arguments(config))
         self._rpc("rlvr_open", config.model_dir)
@@ -51,7 +49,7 @@ class VllmEngine:
         What is being sampled goes on meanwhile; RuntimeError where vLLM can't do both.
         """
         require_alone(self._config, self.book.unfinished)
-        name = f"score-{next(self._scores)}"
+        name = self.book.name()
         self._add(name, token_ids, score_params(), SCORE_PRIORITY)
         while not (answers := [out for out in self._advance() if out.request_id == name]):
             pass
@@ -89,9 +87,8 @@ class VllmEngine:
     def _add(self, name: str, token_ids: tuple[int, ...], params: SamplingParams, priority: int) -> None:
         prompt = TokensPrompt(prompt_token_ids=list(token_ids))
         # Requests queue by their order, not by the wall clock, which may be set back in between.
-        arrival = float(next(self._arrivals))
         self._llm.llm_engine.add_request(
-            name, prompt, params, arrival_time=arrival, lora_request=self._adapter, priority=priority
+            name, prompt, params, arrival_time=float(name), lora_request=self._adapter, priority=priority
         )
 
     def _rpc(self, method: str, *args: object) -> list[Any]:

@@ -43,8 +43,8 @@ def pack(
     A group stays together, its prompt standing once, unless it is larger than the budget; a completion longer than
     the budget gets a micro-batch of its own. share=False: every completion stands with a prompt of its own, those of
     similar length together, and the budget counts the tokens of the longest for each. context_cost: what a token of
-    context adds to the cost of a token, over what the token itself costs. multiple: their number is a multiple of
-    this where there is enough to share out, for as many trainers.
+    context adds to the cost of a token, over what the token itself costs. multiple: where
+    prompts are shared and there is enough to share out, their number is a multiple of this, for as many trainers.
     """
     if not trained:
         return []

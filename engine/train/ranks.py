@@ -6,11 +6,10 @@ the number of ranks. What travels are the trained tensors' gradients, summed, an
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,22 +19,18 @@ from engine.errors import RunError
 
 BUCKET_NUMBERS = 1 << 25
 """Gradients that travel at a time, 128 MiB of fp32."""
-JOIN_SECONDS = 600.0
-"""Until every rank is there: each loads the model first."""
 STEP_SECONDS = 1800.0
-"""In the middle of a step, where all ranks work; a rank that has died is noticed at once by its closed connection."""
+"""Until every rank is there, and in the middle of a step, where all of them work; one that has died is noticed at once
+by its closed connection."""
 _Item = TypeVar("_Item")
 
 
 class Ranks:
     """This trainer's place among the others. Rank 0 drives: its trainer's calls are repeated by those that `follow`."""
 
-    def __init__(self, rank: int = 0, world: int = 1, address: str = "", device: str = "cpu") -> None:
-        """address: where rank 0 listens, as torch.distributed takes it, such as `tcp://10.0.0.1:29500`; empty reads
-        the environment that torchrun makes.
-
-        Raises RunError where the others don't come.
-        """
+    def __init__(self, rank: int = 0, world: int = 1, device: str = "cpu") -> None:
+        """With others, they meet where the environment says that torchrun makes. Raises RunError where they don't
+        come."""
         self.rank, self.world = rank, world
         self._orders: dist.ProcessGroup | None = None
         if world == 1:
@@ -45,10 +40,9 @@ class Ranks:
         with self._together("meeting the other trainers"):
             dist.init_process_group(
                 "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl",
-                init_method=address or "env://",
                 rank=rank,
                 world_size=world,
-                timeout=timedelta(seconds=max(JOIN_SECONDS, STEP_SECONDS)),
+                timeout=timedelta(seconds=STEP_SECONDS),
             )
             # Between two steps the others wait for as long as sampling takes.
             self._orders = dist.new_group(backend="gloo", timeout=timedelta(days=7))
@@ -94,13 +88,14 @@ class Ranks:
                     parameter.grad = total.view_as(parameter)
 
     def gather(self, own: Sequence[_Item], count: int) -> list[_Item]:
-        """What the `count` micro-batches came to, in their order; `own` are those of `share`."""
+        """On rank 0 what the `count` micro-batches came to, in their order, on the others nothing; `own` are those of
+        `share`."""
         if self.world == 1:
             return list(own)
-        found: list[Any] = [None] * self.world
+        found: list[Any] | None = [None] * self.world if self.leads else None
         with self._together("gathering what the micro-batches came to"):
-            dist.all_gather_object(found, list(own))
-        return [found[i % self.world][i // self.world] for i in range(count)]
+            dist.gather_object(list(own), found)
+        return [found[i % self.world][i // self.world] for i in range(count)] if found else []
 
     def require_alike(self, what: str, value: float) -> None:
         """Raises RunError where the ranks' values differ: then their weights do too, or will."""
@@ -121,14 +116,17 @@ class Ranks:
             dist.all_gather_object(found, value)
         return float(max(found))
 
-    def close(self) -> None:
-        """Rank 0 ends the others; does nothing where there are none, or where they are gone."""
-        if self.world > 1 and dist.is_initialized():
-            try:
-                self.tell("end")
-            except RunError:
-                pass  # what ended them has been said, or it ends this process now
-            dist.destroy_process_group()
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Rank 0 ends the others. One that fails says nothing more, for they may wait for its part of a step: they end
+        by its closed connections."""
+        if self.world == 1:
+            return
+        if kind is None:
+            self.tell("end")
+        dist.destroy_process_group()
 
     @contextmanager
     def _together(self, what: str) -> Iterator[None]:
@@ -145,19 +143,14 @@ ALONE = Ranks()
 """The only trainer."""
 
 
-def free_address(host: str = "127.0.0.1") -> str:
-    """Where ranks on this host may meet, as torch.distributed takes it."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return f"tcp://{host}:{probe.getsockname()[1]}"
-
-
 def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
     bucket: list[nn.Parameter] = []
+    numbers = 0
     for parameter in parameters:
-        if bucket and sum(p.numel() for p in bucket) + parameter.numel() > BUCKET_NUMBERS:
+        numbers += parameter.numel()
+        if bucket and numbers > BUCKET_NUMBERS:
             yield bucket
-            bucket = []
+            bucket, numbers = [], parameter.numel()
         bucket.append(parameter)
     if bucket:
         yield bucket

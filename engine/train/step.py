@@ -143,7 +143,10 @@ class Trainer:
         ]
 
     def step(self, groups: Sequence[Sequence[Graded]], advantages: Sequence[Sequence[float]], step: int) -> StepStats:
-        """Train the version that is step - 1 on the groups; each update's counts are taken before anything is cut."""
+        """Train the version that is step - 1 on the groups; each update's counts are taken before anything is cut.
+
+        The statistics are the whole step's on rank 0; a rank that follows has none to tell.
+        """
         self._ranks.tell("step", groups, advantages, step)
         lr = self._set_lr(step)
         updates = [self._plan(part) for part in self._parts(groups, advantages)]
@@ -167,6 +170,8 @@ class Trainer:
             raise out_of_memory(said, largest, self._recipe, self.memory, self.policy.device)
         predicted = max(self.memory.peak(update.batches) for update in updates) if self.memory else 0
         peak_mb = self._ranks.largest(self._gauge.height_mb())
+        if not self._ranks.leads:
+            return nothing_trained(lr)
         return step_stats(done, step - 1, lr, predicted_mb=predicted / 2**20, peak_mb=peak_mb)
 
     def _parts(self, groups: Sequence[Sequence[Graded]], advantages: Sequence[Sequence[float]]) -> list[list[Trained]]:

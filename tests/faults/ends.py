@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,9 +15,7 @@ import pytest
 
 from engine.tasks import Curriculum, load_tasks
 from tests.faults.left import Left
-from tests.small import below, facts, finish, gone, lines_of, make_model, start, wait_for, write_recipe
-
-TORCHRUN = (str(Path(sys.executable).parent / "torchrun"), "--nproc-per-node", "2", "--standalone", "--no-python")
+from tests.small import TORCHRUN, below, facts, finish, gone, lines_of, make_model, start, wait_for, write_recipe
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,8 @@
-"""One of two trainers: `python -m tests.train.ranks_script RANK ADDRESS MODEL OUT`; rank 0 writes what it found."""
+"""One of two trainers, under torchrun's environment: `python -m tests.train.ranks_script MODEL OUT`; rank 0 writes."""
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -13,10 +14,10 @@ from engine.train.step import Trainer
 from tests.train.test_ranks import CASES, data_of, recipe_of, stir
 
 
-def main(rank: int, address: str, model: Path, out: Path) -> None:
+def main(model: Path, out: Path) -> None:
     """Every case with the same two processes, a fresh trainer for each."""
     torch.set_num_threads(1)
-    ranks = Ranks(rank, 2, address)
+    ranks = Ranks(int(os.environ["RANK"]), 2)
     found = {}
     for name in CASES:
         trainer = Trainer(recipe_of(name), model, ranks)
@@ -39,8 +40,8 @@ def main(rank: int, address: str, model: Path, out: Path) -> None:
         ranks.tell("end")
     if ranks.leads:
         torch.save(found, out)
-    ranks.close()
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), Path(sys.argv[4]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

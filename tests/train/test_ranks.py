@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import socket
 import subprocess
 import sys
 from dataclasses import asdict
@@ -14,7 +16,6 @@ import torch
 
 from engine.recipe import Recipe
 from engine.train.layout import Trained, pack
-from engine.train.ranks import free_address
 from engine.train.step import Trainer
 from engine.types import Graded
 from tests.train.test_step import MIXED, groups, recipe_for
@@ -62,17 +63,24 @@ def stir(trainer: Trainer) -> None:
                 parameter.normal_(std=0.05, generator=generator)
 
 
-def start(rank: int, address: str, model: Path, out: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "tests.train.ranks_script", str(rank), address, str(model), str(out)],
-        cwd=ROOT, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+def start(*arguments: str) -> list[subprocess.Popen[str]]:
+    """Python twice, as two ranks that meet."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": "2"}
+    return [
+        subprocess.Popen(
+            [sys.executable, *arguments], cwd=ROOT, text=True, env={**os.environ, **meeting, "RANK": str(rank)},
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )
+        for rank in (0, 1)
+    ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def two(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    out, address = tmp_path_factory.mktemp("ranks") / "found.pt", free_address()
-    pair = [start(rank, address, tiny_model, out) for rank in (0, 1)]
+    out = tmp_path_factory.mktemp("ranks") / "found.pt"
+    pair = start("-m", "tests.train.ranks_script", str(tiny_model), str(out))
     errors = [process.communicate(timeout=300)[1] for process in pair]
     assert [process.returncode for process in pair] == [0, 0], errors
     found: dict[str, Any] = torch.load(out, weights_only=True)
@@ -117,32 +125,52 @@ def test_what_two_saved_one_goes_on_with(two: dict[str, Any], tiny_model: Path) 
     assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-5)
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_that_dies_ends_the_other_with_a_reason(victim: int, tiny_model: Path, tmp_path: Path) -> None:
-    address = free_address()
-    script = (
-        "import sys\nfrom pathlib import Path\nfrom engine.train.ranks import Ranks\n"
-        "from engine.train.step import Trainer\nfrom tests.train.test_ranks import *\n"
-        "rank = int(sys.argv[1]); ranks = Ranks(rank, 2, sys.argv[2]); name = 'many micro-batches'\n"
-        "trainer = Trainer(recipe_of(name), Path(sys.argv[3]), ranks); data = data_of(name)\n"
-        "print('there', flush=True); sys.stdin.readline()\n"
-        "ranks.follow(trainer) if rank else trainer.step(data, trainer.advantages(data), 1)\n"
-    )
-    pair = [
-        subprocess.Popen(
-            [sys.executable, "-c", script, str(rank), address, str(tiny_model)], cwd=ROOT, text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )
-        for rank in (0, 1)
-    ]  # fmt: skip
+MEET = """
+import os, sys
+from pathlib import Path
+from engine.train.ranks import Ranks
+from engine.train.step import Trainer
+from tests.train.test_ranks import data_of, recipe_of
+
+rank, name = int(os.environ["RANK"]), "many micro-batches"
+ranks = Ranks(rank, 2)
+trainer, data = Trainer(recipe_of(name), Path(sys.argv[1]), ranks), data_of(name)
+print("there", flush=True)
+sys.stdin.readline()
+with ranks:
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "killed"),
+    [
+        ("trainer.step(data, trainer.advantages(data), 1)", 1),
+        ("trainer.step(data, trainer.advantages(data), 1)", 0),
+        ("ranks.tell('step', data, trainer.advantages(data), 1); raise KeyboardInterrupt", None),
+    ],
+    ids=["the second is killed", "the first is killed", "the first gives up in the middle of a step"],
+)
+def test_a_rank_that_ends_ends_the_other_with_a_reason(first: str, killed: int | None, tiny_model: Path) -> None:
+    pair = start("-c", MEET + f"    ranks.follow(trainer) if rank else exec({first!r})\n", str(tiny_model))
     for process in pair:
         assert process.stdout is not None
         assert process.stdout.readline() == "there\n"
-    pair[victim].send_signal(signal.SIGKILL)
-    pair[victim].wait()
-    _, errors = pair[1 - victim].communicate("go\n", timeout=120)
-    assert pair[1 - victim].returncode == 1
-    assert f"RunError: trainer {1 - victim} of 2 lost the others while" in errors
+    if killed is not None:
+        pair[killed].send_signal(signal.SIGKILL)
+        pair[killed].wait()
+    said = {}
+    for rank in (0, 1):
+        if rank != killed:
+            process = pair[rank]
+            assert process.stdin is not None
+            process.stdin.write("go\n")
+            process.stdin.flush()
+    for rank in (0, 1):
+        if rank != killed:
+            said[rank] = pair[rank].communicate(timeout=120)[1]
+    left = 1 if killed is None else 1 - killed
+    assert pair[left].returncode == 1
+    assert f"RunError: trainer {left} of 2 lost the others while" in said[left]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
