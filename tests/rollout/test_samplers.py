@@ -20,7 +20,8 @@ from engine.types import Completion
 from tests.rollout.tiny import SCALE, config, factors, group, load, logprobs, make_model, merged
 
 pytestmark = pytest.mark.slow
-HANG_SECONDS = 5.0
+HANG_SECONDS = 30.0
+"""More than a fresh sampler's first engine step takes where other work has both cores."""
 CLOSE = 1e-4
 
 
