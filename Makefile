@@ -1,6 +1,7 @@
 # make run    set everything up and train the quickstart, on a CPU
 # make test   set everything up and run the tests
 # make faults kill and starve real runs in every way, and a soak: some 20 minutes
+# make cluster   the tests of runs over a Ray cluster, whose nodes are made on this machine
 # make published   the published runs' whole workflow in small, on a CPU
 # make lint, make bench, make setup
 
@@ -9,10 +10,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 BENCHES := sandbox kernels
 # Two files at a time: a test keeps one core busy, starting vLLM most of all, and needs up to 4 GiB.
-PYTEST := python -m pytest -n 2 --dist loadfile
+PYTEST := python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 RUN := PATH="$(CURDIR)/$(BIN):$$PATH"
 
-.PHONY: setup run test fast faults lint bench published clean
+.PHONY: setup run test fast faults cluster lint bench published clean
 
 setup:
 	@sh setup.sh "$(PYTHON)" "$(VENV)"
@@ -31,6 +32,10 @@ faults: setup
 	@mkdir -p runs
 	@$(RUN) python -m pytest -s tests/test_ends.py tests/test_resume.py tests/faults/ends.py tests/faults/kills.py
 	@$(RUN) python bench/soak.py --json runs/soak.json --steps 300
+
+cluster: setup
+	@$(RUN) python -c "import ray" 2> /dev/null || { echo "cluster: installing Ray"; $(RUN) pip install -q -e ".[cluster]"; }
+	@$(RUN) python -m pytest tests/cluster/connecting.py tests/cluster/grading.py tests/cluster/running.py
 
 lint: setup
 	@$(RUN) ruff check .

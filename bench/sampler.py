@@ -76,12 +76,13 @@ def config(model: Path, **changes: object) -> SamplerConfig:
 
 def through_process(rounds: int, tokens: int, threads: int) -> list[Answer]:
     """One real sampler, driven as a run drives it. CPU seconds are the sampler's and this process's."""
-    from engine.rollout import Samplers
+    from engine.rollout import Samplers, children
 
     model, prompts = quickstart()
     answers: list[Answer] = []
     with tempfile.TemporaryDirectory() as folder:
-        samplers = Samplers([config(model)], threads=threads, logs=[Path(folder) / "log"])
+        configs = [config(model)]
+        samplers = Samplers(configs, children(configs, threads=threads, logs=[Path(folder) / "log"]))
         try:
             samplers.wait_ready()
             for number in range(rounds + 1):
@@ -136,7 +137,7 @@ def soak(count: int) -> Answer:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from engine.rollout import Samplers
+    from engine.rollout import Samplers, children
     from engine.sync import SharedTensors
 
     shape = LlamaConfig(
@@ -148,9 +149,8 @@ def soak(count: int) -> Answer:
         LlamaForCausalLM(shape).save_pretrained(folder / "model")
         layer = "model.layers.0.mlp.down_proj"
         memory = SharedTensors({layer: (torch.Size((4, 96)), torch.Size((64, 4)))})
-        samplers = Samplers(
-            [config(folder / "model", tokenizer=False, kv_cache_mb=64)], threads=1, logs=[folder / "log"]
-        )
+        configs = [config(folder / "model", tokenizer=False, kv_cache_mb=64)]
+        samplers = Samplers(configs, children(configs, threads=1, logs=[folder / "log"]))
         try:
             samplers.wait_ready()
             samplers.bind(memory)

@@ -98,7 +98,7 @@ def clock(answer: Answer, phase: str) -> Iterator[None]:
 
 def ours(how: str, model: Path, rounds: int, threads: int) -> list[Answer]:
     """The real sampler process, driven from here as the trainer drives it."""
-    from engine.rollout import Sampler
+    from engine.rollout import Child, Sampler
     from engine.rollout.deliver import deliver
     from engine.rollout.messages import Installed, SamplerConfig
     from engine.sync import open_transport
@@ -116,7 +116,7 @@ def ours(how: str, model: Path, rounds: int, threads: int) -> list[Answer]:
     memory = open_transport(way, shapes, SCALE, "float32", "cpu")
     answers: list[Answer] = []
     with tempfile.TemporaryDirectory() as folder:
-        sampler = Sampler(config, threads=threads, log=Path(folder) / "log")
+        sampler = Sampler(config, Child("cpu", threads=threads, log=Path(folder) / "log"))
         try:
             sampler.wait_ready()
             sampler.bind(memory.address)

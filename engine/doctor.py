@@ -19,7 +19,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine.recipe import Dtype, Lora
-from engine.rollout import Sampler, SamplerError
+from engine.rollout import Child, Sampler, SamplerError
 from engine.rollout.messages import Group, SamplerConfig, Sampling
 from engine.sync import SharedTensors
 from engine.train.policy import Policy
@@ -143,9 +143,8 @@ def _syncs(folder: Path, how: Literal["merged", "adapter"], sampler: str, traine
         _make_model(model)
     with ExitStack() as stack:
         start = time.perf_counter()
-        vllm = stack.enter_context(
-            closing(Sampler(_config(model, how, sampler, dtype), threads=1, log=folder / f"{how}.log"))
-        )
+        config = _config(model, how, sampler, dtype)
+        vllm = stack.enter_context(closing(Sampler(config, Child(config.device, threads=1, log=folder / f"{how}.log"))))
         policy = Policy(model, dtype=dtype, device=trainer, how=HOW, seed=0)
         tensors = policy.trained.tensors()
         sent = stack.enter_context(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -99,16 +100,17 @@ def memory_lines(recipe: Recipe) -> Iterator[str]:
     token = kv_bytes(config, width)
     rollout = recipe.rollout
     longest = rollout.max_prompt_tokens + rollout.max_tokens
-    batch = rollout.prompts_per_step * rollout.group_size / len(rollout.samplers)
+    batch = rollout.prompts_per_step * rollout.group_size / len(recipe.samplers)
     room = (
         f"{rollout.kv_cache_mb / 1024:.2f} GiB are given"
         if all(device == "cpu" for device in rollout.devices)
         else f"rollout.gpu_memory_fraction = {rollout.gpu_memory_fraction} of the device is given to both"
     )
     full = f"{token * longest * batch / GIB:.2f} GiB for {batch:.0f} completions of the full {longest} tokens"
-    for devices in rollout.samplers:
+    for devices, count in Counter(recipe.samplers).items():
+        each = f"{count} samplers, each" if count > 1 else "sampler"
         yield (
-            f"plan sampler on {' + '.join(devices)}: weights {weights / GIB:.2f} GiB, KV {token / 1024:.1f} KiB a "
+            f"plan {each} on {' + '.join(devices)}: weights {weights / GIB:.2f} GiB, KV {token / 1024:.1f} KiB a "
             f"token: {full}; {room}"
         )
 

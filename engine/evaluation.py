@@ -19,8 +19,9 @@ from engine.errors import InputError, RunError
 from engine.evaluate import Protocol, Results, answer_of, interval, read_protocol, suite_result
 from engine.evaluate.compare import Row, against
 from engine.evaluate.report import write_report
-from engine.parts import sampler_config, seed_of
+from engine.parts import seed_of
 from engine.pipeline import Pipeline
+from engine.place import open_samplers
 from engine.preflight import require_devices
 from engine.recipe import Recipe, Tasks
 from engine.record.manifest import hash_tasks
@@ -150,16 +151,10 @@ def _answer(
     recipe = subject.recipe
     if subject.adapter is None:  # vLLM's LoRA layers are slow where there is nothing for them
         recipe = recipe.model_copy(update={"sync": recipe.sync.model_copy(update={"install": "merged"})})
-    split, cores = recipe.rollout.samplers, len(os.sched_getaffinity(0))
+    recipe = recipe.model_copy(update={"cluster": None})  # an evaluation is for one machine
     with ExitStack() as stack:
         samplers = stack.enter_context(
-            closing(
-                Samplers(
-                    [sampler_config(recipe, subject.snapshot, devices) for devices in split],
-                    threads=recipe.rollout.threads or max(1, cores // len(recipe.rollout.devices)),
-                    logs=[results.folder / f"sampler-{i}.log" for i in range(len(split))],
-                )
-            )
+            closing(open_samplers(recipe, subject.snapshot, results.folder, len(os.sched_getaffinity(0))))
         )
         grader = stack.enter_context(closing(Grader(recipe.sandbox, recipe.reward)))
         samplers.wait_ready()

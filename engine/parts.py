@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
@@ -16,21 +16,20 @@ from engine.errors import InputError
 from engine.evaluate import answer_of, suite_result
 from engine.fill import Round, fill_batch
 from engine.pipeline import Ahead, Finished, Pipeline
+from engine.place import open_grader, open_samplers, open_tensors
 from engine.recipe import Recipe
 from engine.record import Console, RunFolder, checkpoint
 from engine.record.checkpoint import Saved
 from engine.record.export import export_adapter, export_model
-from engine.reward import Grader
-from engine.rollout import Samplers, render_prompts
-from engine.rollout.messages import Group, SamplerConfig, Sampling
+from engine.rollout import render_prompts
+from engine.rollout.messages import Group, Sampling
 from engine.snapshot import Snapshot
 from engine.stop import Stopped
-from engine.sync import Canary, open_transport
+from engine.sync import Canary
 from engine.tasks import Curriculum, load_tasks
 from engine.train import Trainer
-from engine.train.policy import trained_names
 from engine.train.ranks import ALONE, Ranks
-from engine.types import CPU_SEQUENCES, GPU_SEQUENCES, Completion, Graded, Sampled, StepStats, SuiteResult, Task
+from engine.types import Completion, Graded, Sampled, StepStats, SuiteResult, Task
 
 CANARY_TOKENS = 32
 
@@ -45,10 +44,12 @@ class Parts:
         snapshot: Snapshot,
         cores: int,
         stack: ExitStack,
+        say: Callable[[str], object],
         saved: Saved | None = None,
         ranks: Ranks = ALONE,
     ) -> None:
-        """saved: the checkpoint to go on from; the first step is else 1. ranks: this trainer among the others."""
+        """say: takes lines for a person. saved: the checkpoint to go on from; the first step is else 1. ranks: this
+        trainer among the others."""
         done = saved.step if saved else 0
         self.recipe = recipe
         self.snapshot = snapshot
@@ -60,17 +61,8 @@ class Parts:
         self.record = stack.enter_context(
             closing(RunFolder(folder, recipe, snapshot, {"train": train, **self.suites}, records))
         )
-        samplers = recipe.rollout.samplers
-        self.samplers = stack.enter_context(
-            closing(
-                Samplers(
-                    [sampler_config(recipe, snapshot, devices) for devices in samplers],
-                    threads=recipe.rollout.threads or max(1, cores // len(recipe.rollout.devices)),
-                    logs=[folder / f"sampler{f'-{i}' if len(samplers) > 1 else ''}.log" for i in range(len(samplers))],
-                )
-            )
-        )
-        self.grader = stack.enter_context(closing(Grader(recipe.sandbox, recipe.reward)))
+        self.samplers = stack.enter_context(closing(open_samplers(recipe, snapshot, folder, cores, say)))
+        self.grader = stack.enter_context(closing(open_grader(recipe, say)))
         self.trainer = Trainer(recipe, snapshot.folder, stack.enter_context(ranks))
         self.trainer.require_room()
         tokenizer = AutoTokenizer.from_pretrained(snapshot.folder, local_files_only=True)
@@ -79,20 +71,10 @@ class Parts:
         self.prompts = {task.id: prompt for task, prompt in zip(everything, prompts, strict=True)}
         # One for each sampler: a canary remembers what it heard before.
         ids = self.prompts[train[0].id].ids[-CANARY_TOKENS:]
-        self.canaries = [Canary(ids, recipe.sync.tolerance) for _ in samplers]
+        self.canaries = [Canary(ids, recipe.sync.tolerance) for _ in self.samplers.stats()]
         trained = self.trainer.policy.trained
         shapes = {name: tuple(t.shape for t in tensors) for name, tensors in trained.tensors().items()}
-        self.sent = stack.enter_context(
-            closing(
-                open_transport(
-                    recipe.sync.transport,
-                    shapes,
-                    trained.scale,
-                    recipe.model.dtype if recipe.full else "float32",
-                    recipe.train.device,
-                )
-            )
-        )
+        self.sent = stack.enter_context(closing(open_tensors(recipe, shapes, trained.scale)))
         self.groups = 0
         """Submitted so far; every group has its own number."""
         self.before: dict[str, SuiteResult] = {}
@@ -185,11 +167,12 @@ class Parts:
         """Install what is trained in every sampler and prove it; the canaries' largest difference in nats."""
         self.samplers.install(version, self.trainer.policy.trained.tensors())
         ids = self.canaries[0].token_ids
-        trainer, heard = self.trainer.score(ids), self.samplers.scores(ids)
-        return max(
-            canary.check(trainer, sampler, version=version, changed=changed)
-            for canary, sampler in zip(self.canaries, heard, strict=True)
-        )
+        trainer = self.trainer.score(ids)
+
+        def check(number: int, heard: tuple[float, ...]) -> float:
+            return self.canaries[number].check(trainer, heard, version=version, changed=changed)
+
+        return self.samplers.prove(ids, check)
 
     def counters(self) -> dict[str, float]:
         """What went wrong and was mended so far, and how idle the samplers were since the last call; by metric name."""
@@ -261,33 +244,6 @@ def _by_id(sets: Sequence[Sequence[Task]]) -> dict[str, Task]:
         if found.setdefault(task.id, task) != task:
             raise InputError(f"task {task.id} stands in two sets with different tests or prompts; give them other ids")
     return found
-
-
-def sampler_config(recipe: Recipe, snapshot: Snapshot, devices: Sequence[str]) -> SamplerConfig:
-    """What a sampler on `devices` needs for the recipe."""
-    rollout, lora = recipe.rollout, recipe.lora
-    on_cpu = devices[0] == "cpu"
-    adapter = lora if recipe.sync.install == "adapter" else None
-    return SamplerConfig(
-        model_dir=str(snapshot.folder),
-        dtype=rollout.dtype,
-        device="cpu" if on_cpu else "cuda:" + ",".join(device.rpartition(":")[2] for device in devices),
-        max_model_len=rollout.max_prompt_tokens + rollout.max_tokens,
-        max_sequences=CPU_SEQUENCES if on_cpu else GPU_SEQUENCES,
-        kv_cache_mb=rollout.kv_cache_mb,
-        gpu_memory_fraction=rollout.gpu_memory_fraction,
-        seed=recipe.run.seed,
-        install=recipe.sync.install,
-        lora_rank=adapter.rank if adapter else 0,
-        lora_targets=_leaves(trained_names(snapshot.folder, adapter)) if adapter else (),
-        engine=rollout.engine if rollout.engine != "auto" else "step" if on_cpu else "async",
-        tensor_parallel=len(devices),
-    )
-
-
-def _leaves(names: Sequence[str]) -> tuple[str, ...]:
-    """The last parts of layers' names, each once."""
-    return tuple(sorted({name.rpartition(".")[2] for name in names}))
 
 
 def seed_of(*parts: object) -> int:

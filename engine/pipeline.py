@@ -55,6 +55,8 @@ class Pipeline:
     def __init__(self, source: Source, grade: Callable[[Completion], Future[Graded]]) -> None:
         self._source, self._grade = source, grade
         self._pending: dict[int, _Pending] = {}
+        self._owed = 0
+        """Completions of those that are still to land."""
         self._changed = threading.Condition()
         self._closed = False
         self._error: BaseException | None = None
@@ -68,6 +70,7 @@ class Pipeline:
                 raise self._error
             made = {group.group: _Pending(Future(), len(group.seeds)) for group in groups}
             self._pending |= made
+            self._owed += sum(pending.size for pending in made.values())
             self._source.submit(groups)
             self._changed.notify()
         return [pending.future for pending in made.values()]
@@ -86,7 +89,7 @@ class Pipeline:
 
     def _drop(self) -> list[int]:
         with self._changed:
-            dropped, self._pending = self._pending, {}
+            dropped, self._pending, self._owed = self._pending, {}, 0
         for pending in dropped.values():
             pending.future.cancel()
         return list(dropped)
@@ -96,7 +99,7 @@ class Pipeline:
             heard = time.monotonic()
             while True:
                 with self._changed:
-                    while not self._owing() and not self._closed:
+                    while not self._owed and not self._closed:
                         self._changed.wait()
                         heard = time.monotonic()
                     if self._closed:
@@ -106,16 +109,13 @@ class Pipeline:
                     heard = time.monotonic()
                     self._land(completion)
                 elif time.monotonic() - heard > LANDED_SECONDS:
-                    raise RunError(f"no completion landed for {LANDED_SECONDS:.0f} s, groups {self._owing()} are owed")
+                    owed = [number for number, pending in self._pending.items() if len(pending.graded) < pending.size]
+                    raise RunError(f"no completion landed for {LANDED_SECONDS:.0f} s, groups {owed} are owed")
         except BaseException as error:  # it belongs to whoever waits for a group
             with self._changed:
-                self._error, failed, self._pending = error, self._pending, {}
+                self._error, failed, self._pending, self._owed = error, self._pending, {}, 0
             for pending in failed.values():
                 pending.future.set_exception(error)
-
-    def _owing(self) -> list[int]:
-        """Groups that have completions to land."""
-        return [number for number, pending in self._pending.items() if len(pending.graded) < pending.size]
 
     def _land(self, completion: Completion) -> None:
         graded = self._grade(completion)
@@ -124,6 +124,7 @@ class Pipeline:
             if pending is None:
                 return  # aborted
             pending.graded.append(graded)
+            self._owed -= 1
             pending.landed = time.monotonic()
             whole = len(pending.graded) == pending.size
         if whole:

@@ -44,7 +44,8 @@ def preflight(recipe: Recipe | None) -> Iterator[Check]:
         yield _model(recipe)
     yield _memory()
     yield _disk()
-    yield from _sandbox(recipe.sandbox if recipe else Sandbox(require=()))  # the slowest
+    if recipe is None or recipe.cluster is None:  # there each grader proves its own node's
+        yield from _sandbox(recipe.sandbox if recipe else Sandbox(require=()))  # the slowest
 
 
 def require(recipe: Recipe) -> list[Check]:
@@ -146,7 +147,9 @@ def _disk() -> Check:
 
 
 def _devices(recipe: Recipe, *, for_training: bool = True) -> Check:
-    devices = (*recipe.rollout.devices, *([recipe.train.device] if for_training else []))
+    # Samplers of a cluster are on other machines, whose devices Ray counts.
+    sampled = () if recipe.cluster else recipe.rollout.devices
+    devices = (*sampled, *([recipe.train.device] if for_training else []))
     wanted = {device for device in devices if device != "cpu"}
     there = gpu_count()
     if not wanted:

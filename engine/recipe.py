@@ -310,6 +310,24 @@ class Sync(Section):
     sampler is the last one; 0 is off. Only tokens of the version that is trained count, older ones differ anyway."""
 
 
+class Cluster(Section):
+    """`[cluster]`: the run over several machines, on which Ray places samplers, graders and trainers."""
+
+    address: str = "auto"
+    """Of the Ray cluster: `host:port`, or `auto` for the one that this machine belongs to."""
+    samplers: Positive = 1
+    """Each on one node, on as many GPUs as rollout.tensor_parallel says or, where rollout.devices are cpu, on
+    sampler_cpus cores."""
+    sampler_cpus: Positive = 1
+    """Cores of a CPU sampler."""
+    graders: Positive = 1
+    """Each on one node with a jail pool of its own."""
+    grader_cpus: Positive = 1
+    """Cores of a grader; it judges as many programs at once unless sandbox.workers says how many."""
+    trainers: Positive = 1
+    """They share out each step's groups; the first is the driver itself."""
+
+
 class Checkpoint(Section):
     """`[checkpoint]`: what `--resume` goes on from."""
 
@@ -363,6 +381,7 @@ class Recipe(Section):
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)
     eval: Eval = Field(default_factory=Eval)
     gate: tuple[Gate, ...] = ()
+    cluster: Cluster | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -394,6 +413,26 @@ class Recipe(Section):
                 f"sync.transport = 'nccl' with devices {', '.join(used)}: it needs a GPU for each; use 'auto'"
             )
         return self
+
+    @model_validator(mode="after")
+    def _placed_by_ray(self) -> Self:
+        if self.cluster is None:
+            return self
+        if len(self.rollout.samplers) > 1:
+            raise ValueError(
+                f"rollout.devices names {len(self.rollout.devices)} devices beside [cluster]: there cluster.samplers "
+                f"says how many samplers, and devices those of one, such as {list(self.rollout.samplers[0])}"
+            )
+        if self.sync.transport != "auto":
+            raise ValueError(
+                f"sync.transport = {self.sync.transport!r} beside [cluster]: Ray carries the tensors there; use 'auto'"
+            )
+        return self
+
+    @property
+    def samplers(self) -> tuple[tuple[str, ...], ...]:
+        """The devices of each sampler; on a cluster's nodes each has its own."""
+        return self.rollout.samplers * (self.cluster.samplers if self.cluster else 1)
 
     @model_validator(mode="after")
     def _correction_counts_once(self) -> Self:

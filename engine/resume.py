@@ -72,7 +72,7 @@ def values_of(parts: Parts, step: int) -> dict[str, Any]:
         "again": [*flying, *(task.id for task in curriculum.again)],
         "groups": parts.groups,
         "too_old": parts.ahead.too_old,
-        "canaries": [canary.heard for canary in parts.canaries],
+        "canaries": [canary.heard if canary.version == step else None for canary in parts.canaries],
         "before": {name: asdict(result) for name, result in parts.before.items()},
         "random": {"python": random.getstate(), "numpy": [name, np.asarray(keys).tolist(), int(position)]},
     }
@@ -100,7 +100,8 @@ def restore(parts: Parts, saved: Saved) -> None:
     parts.groups = values["groups"]
     parts.ahead.too_old = values["too_old"]
     for canary, heard in zip(parts.canaries, values["canaries"], strict=False):
-        canary.heard = tuple(heard)
+        if heard is not None:  # else its sampler was starting
+            canary.heard, canary.version = tuple(heard), saved.step
     parts.before = {name: SuiteResult(**result) for name, result in values["before"].items()}
     version, numbers, gauss = values["random"]["python"]
     random.setstate((version, tuple(numbers), gauss))

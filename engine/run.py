@@ -32,8 +32,8 @@ def run(
     Gives the summary, which is also summary.json; None where it was asked to stop and has saved what it had.
     """
     with ExitStack() as stack:
-        parts = Parts(recipe, folder, snapshot, cores, stack, saved, ranks)
         console = stack.enter_context(Console(recipe.run.steps, folder / "log.txt", quiet=quiet))
+        parts = Parts(recipe, folder, snapshot, cores, stack, console.say, saved, ranks)
         stop = stack.enter_context(Stop())
         history = parts.record.history
         try:

@@ -6,7 +6,7 @@ import os
 import shlex
 import signal
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,15 +23,21 @@ from engine.snapshot import Snapshot, check_source, resolve
 from engine.tasks import load_tasks, to_download
 
 if TYPE_CHECKING:
+    from engine.cluster.node import Node
     from engine.record.checkpoint import Saved
 
 RESUME = "rlvr run {folder}/recipe.toml --output {folder} --resume"
 
 
-def check(recipe: Recipe) -> None:
-    """Look at recipe and machine without loading a model; prints each check. Raises InputError."""
+def check(recipe: Recipe, nodes: Sequence[Node] = ()) -> None:
+    """Look at recipe, machine and a cluster's nodes without loading a model; prints each check. Raises InputError."""
     check_source(recipe.model.source, recipe.model.sha256)
     require_devices(recipe)
+    if recipe.cluster:
+        from engine.cluster.connect import require as require_nodes
+
+        require_nodes(recipe, nodes)
+        click.echo(f"ok   cluster: {', '.join(f'{n.name} ({n.cpus} cores, {n.gpus} GPUs)' for n in nodes)}")
     for source in (recipe.tasks.train, *recipe.tasks.heldout.values()):
         for what in to_download(source):
             click.echo(f"     will fetch {what}")
@@ -51,15 +57,20 @@ def start(
     Raises InputError before the folder is made, and RunError, SandboxError or OSError after.
     """
     if _rank_and_world()[0] > 0:
-        return _follow(recipe)
+        return follow(recipe)
     folder = choose_folder(recipe, output, resume=resume)
     going_on = resume and folder.exists()
     with ExitStack() as stack:
         if going_on:
             stack.enter_context(lock_folder(create_folder(folder)))
             check_recipe(folder, recipe, allowed)
-        check(recipe)
+        nodes = stack.enter_context(_joined(recipe))
+        check(recipe, nodes)
         snapshot, trained = _look(recipe)
+        if recipe.cluster:
+            from engine.cluster.connect import require_model
+
+            require_model(recipe, snapshot, nodes)
         if not going_on:
             stack.enter_context(lock_folder(create_folder(folder)))
         click.echo(f"ok   model: {snapshot.folder} (sha256 {snapshot.sha256[:12]}), {_what(recipe, trained)}")
@@ -70,12 +81,25 @@ def start(
         _run(recipe, folder, snapshot, saved, quiet)
 
 
+def _joined(recipe: Recipe) -> AbstractContextManager[Sequence[Node]]:
+    """This process in the recipe's cluster, whose nodes it gives; none where the recipe is for one machine."""
+    if recipe.cluster is None:
+        return nullcontext(())
+    if _rank_and_world()[1] > 1:
+        raise InputError(
+            "[cluster] under torchrun: there cluster.trainers says how many trainers; start rlvr run alone"
+        )
+    from engine.cluster.connect import joined
+
+    return joined(recipe.cluster)
+
+
 def _rank_and_world() -> tuple[int, int]:
-    """This trainer's number and how many torchrun started; (0, 1) without it."""
+    """This trainer's number and how many torchrun or Ray started; (0, 1) without them."""
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def _follow(recipe: Recipe) -> None:
+def follow(recipe: Recipe) -> None:
     """Load the model and do what rank 0 does until it ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 finishes its step and saves, and this one with it
     snapshot, _ = _look(recipe)
@@ -90,6 +114,15 @@ def _follow(recipe: Recipe) -> None:
     with Ranks(*_rank_and_world(), device=device) as ranks:
         own = recipe.model_copy(update={"train": recipe.train.model_copy(update={"device": device})})
         ranks.follow(Trainer(own, snapshot.folder, ranks))
+
+
+def _others(recipe: Recipe) -> AbstractContextManager[None]:
+    """The trainers beside this one that Ray starts; torchrun has started its own."""
+    if recipe.cluster is None:
+        return nullcontext()
+    from engine.cluster.trainers import trainers
+
+    return trainers(recipe)
 
 
 def _threads(recipe: Recipe) -> int:
@@ -124,9 +157,10 @@ def _run(recipe: Recipe, folder: Path, snapshot: Snapshot, saved: Saved | None, 
 
     torch.set_num_threads(_threads(recipe))
     click.echo(f"run  {folder}: loading vLLM and the trainer")
-    ranks = Ranks(*_rank_and_world(), device=recipe.train.device)
     try:
-        summary = run(recipe, folder, snapshot, len(os.sched_getaffinity(0)), saved, ranks, quiet=quiet)
+        with _others(recipe):
+            ranks = Ranks(*_rank_and_world(), device=recipe.train.device)
+            summary = run(recipe, folder, snapshot, len(os.sched_getaffinity(0)), saved, ranks, quiet=quiet)
     except SafetensorError as error:
         raise RunError(f"{folder}: what was trained could not be written: {error}; go on with --resume") from error
     if summary is None:

@@ -13,7 +13,7 @@ from engine.check import TEXT_TOKENS, Checked, Difference, _texts, check_texts
 from engine.errors import InputError
 from engine.record.formats import export
 from engine.record.trained import base_of, by_base_names, outline, read
-from engine.rollout import Sampler
+from engine.rollout import Child, Sampler
 from engine.rollout.served import Served
 from engine.snapshot import Snapshot
 from tests.record.trained_tiny import save
@@ -92,7 +92,7 @@ def test_an_adapter_that_is_not_served_as_trained_is_told(checked: dict[str, Che
 def served_merge(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sampler]:
     folder = tmp_path_factory.mktemp("merged")
     done = export(run, "merged", out=folder / "model")
-    sampler = Sampler(config(done.folder), threads=1, log=folder / "log")
+    sampler = Sampler(config(done.folder), Child("cpu", threads=1, log=folder / "log"))
     try:
         sampler.wait_ready()
         yield sampler

@@ -51,3 +51,14 @@ def test_imports_without_torch(module: str) -> None:
     hide = "import sys; sys.modules.update(torch=None, transformers=None, vllm=None)"
     done = subprocess.run([sys.executable, "-c", f"{hide}; import {module}"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_ray_is_imported_by_the_cluster_alone() -> None:
+    for path in (path for package in ("engine", "kernels", "sandbox") for path in Path(package).rglob("*.py")):
+        of_ray = {name for name in imported(path) if name.split(".")[0] == "ray"}
+        assert not of_ray or path.is_relative_to("engine/cluster"), f"{path} imports {of_ray}"
+
+
+def test_a_stage_knows_nothing_of_the_cluster() -> None:
+    for path in (path for stage in STAGES for path in Path("engine", stage).rglob("*.py")):
+        assert not [name for name in imported(path) if f"{name}.".startswith("engine.cluster.")], path

@@ -38,7 +38,8 @@ def snapshot() -> Snapshot:
 def parts(snapshot: Snapshot, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Parts]:
     others = processes().keys()  # this test session's own: another room's pool may still stand
     with ExitStack() as stack:
-        yield Parts(RECIPE, tmp_path_factory.mktemp("run"), snapshot, len(os.sched_getaffinity(0)), stack)
+        cores = len(os.sched_getaffinity(0))
+        yield Parts(RECIPE, tmp_path_factory.mktemp("run"), snapshot, cores, stack, print)
     assert not {pid: line for pid, line in processes().items() if pid not in others}
 
 

@@ -39,6 +39,12 @@ def test_shipped_recipes_are_valid_and_survive_a_round_trip(path: Path) -> None:
         ({**MINIMAL, "full": {}, "sync": {"install": "adapter"}}, ["sync.install", "adapter", "merged"]),
         (with_keys(tasks={"prompt": "caht"}), ["tasks.prompt", "'caht'", "chat"]),
         (with_keys(reward={"passed": 0.0}), ["reward", "passed = 1.0"]),
+        ({**MINIMAL, "cluster": {"sampler": 2}}, ["cluster.sampler", "2", "samplers"]),
+        ({**MINIMAL, "cluster": {}, "sync": {"transport": "gloo"}}, ["sync.transport", "gloo", "[cluster]", "auto"]),
+        (
+            {**MINIMAL, "cluster": {}, "rollout": {"devices": ["cpu", "cpu"]}},
+            ["rollout.devices", "2 devices", "cluster.samplers", "['cpu']"],
+        ),
         ({"run": {"name": "x", "steps": 3}}, ["model is missing", "tasks is missing"]),
         (with_keys(run={"name": "../escape"}), ["run.name", "../escape"]),
         (

@@ -71,6 +71,14 @@ class _Line:
         return found
 
 
+def _graders(recipe: Recipe, cores: int) -> int:
+    """Programs that are judged at once."""
+    cluster = recipe.cluster
+    if cluster is None:
+        return recipe.sandbox.workers or cores
+    return cluster.graders * (recipe.sandbox.workers or cluster.grader_cpus)
+
+
 def measured(run: Path) -> Measured:
     """The phases of the run in a folder; the first step, which warms up, is left out where there are more than two.
 
@@ -80,9 +88,9 @@ def measured(run: Path) -> Measured:
     cores = _cores(run)
     lines = lines[1:] if len(lines) > 2 else lines
     setup = Setup(
-        samplers=len(recipe.rollout.samplers),
-        trainers=1,
-        graders=recipe.sandbox.workers or cores,
+        samplers=len(recipe.samplers),
+        trainers=recipe.cluster.trainers if recipe.cluster else 1,
+        graders=_graders(recipe, cores),
         prompts_per_step=len(lines[0].groups),
         group_size=recipe.rollout.group_size,
     )

@@ -143,7 +143,8 @@ def _sheet(recipe: Recipe, sheet: sheets.Gpu) -> Iterator[str]:
 def _setup(recipe: Recipe, samplers: int | None, trainers: int | None, basis: Basis) -> tuple[Setup, int]:
     """The recipe's, and how many devices it has."""
     rollout = recipe.rollout
-    samplers_now, trainers_now = samplers or len(rollout.samplers), trainers or 1
+    samplers_now = samplers or len(recipe.samplers)
+    trainers_now = trainers or (recipe.cluster.trainers if recipe.cluster else 1)
     shared = samplers is None and trainers is None and _shared(recipe)
     devices = samplers_now * rollout.tensor_parallel + (0 if shared else trainers_now)
     setup = Setup(
@@ -160,7 +161,7 @@ def _setup(recipe: Recipe, samplers: int | None, trainers: int | None, basis: Ba
 
 def _shared(recipe: Recipe) -> bool:
     """Whether a GPU both samples and trains."""
-    return recipe.train.device != "cpu" and recipe.train.device in recipe.rollout.devices
+    return recipe.cluster is None and recipe.train.device != "cpu" and recipe.train.device in recipe.rollout.devices
 
 
 def _notes(recipe: Recipe, setup: Setup) -> Iterator[str]:

@@ -28,6 +28,8 @@ COLUMNS = (
     ("train", "time/train", ".1f"),
     ("sync", "time/sync", ".2f"),
 )
+PHASES = ("sample", "grade", "train", "sync")
+"""What the loop waits for; the line says for which of them the longest."""
 _MARKUP = re.compile(r"(?<!\\)\[/?bold\]")
 
 
@@ -74,9 +76,12 @@ class Console:
         if not self._headed:
             self._headed = True
             heads = [f"{head:>{_width(head)}}" for head, _, _ in COLUMNS]
-            self._line("step", f"[bold]{'step':>{self._width + 5}} {' '.join(heads)}[/bold]", printed=not self._quiet)
+            head = f"{'step':>{self._width + 5}} {' '.join(heads)} slowest"
+            self._line("step", f"[bold]{head}[/bold]", printed=not self._quiet)
         cells = [f"{metrics[key]:>{_width(head)}{form}}" for head, key, form in COLUMNS]
-        self._line("step", f"{step:>{self._width + 5}} {' '.join(cells)}", printed=not self._quiet)
+        slowest = max(PHASES, key=lambda phase: metrics[f"time/{phase}"])
+        line = f"{step:>{self._width + 5}} {' '.join(cells)} {slowest}"
+        self._line("step", line, printed=not self._quiet)
         self._progress.update(self._bar, completed=step)
         self._verdicts(step, sampled, metrics)
         self._short_batch(step, sampled, wanted)

@@ -1,7 +1,17 @@
 """vLLM: token ids in, token ids and log-probs out, each with its policy version."""
 
+from engine.rollout.link import Child, children
 from engine.rollout.prompts import render_prompts
 from engine.rollout.sampler import Sampler, SamplerError, SamplerLost
 from engine.rollout.samplers import Samplers, SamplerStats
 
-__all__ = ["Sampler", "SamplerError", "SamplerLost", "SamplerStats", "Samplers", "render_prompts"]
+__all__ = [
+    "Child",
+    "Sampler",
+    "SamplerError",
+    "SamplerLost",
+    "SamplerStats",
+    "Samplers",
+    "children",
+    "render_prompts",
+]

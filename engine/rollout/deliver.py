@@ -34,22 +34,22 @@ def deliver(transport: Transport, samplers: Sequence[Sampler], version: int) -> 
     since another member was lost: the sampler is as before and can be asked again.
     """
     lost: dict[int, SamplerLost] = {}
-    meetings = transport.meet({sampler.pid: sampler.workers for sampler in samplers})
+    meetings = transport.meet({sampler.number: sampler.workers for sampler in samplers})
     for sampler, meeting in zip(samplers, meetings, strict=True):
         try:
             sampler.send(Install(version, meeting))
         except SamplerLost as error:
-            lost[sampler.pid] = error
+            lost[sampler.number] = error
     try:
-        transport.send(version, lambda: {s.pid for s in samplers if s.pid in lost or s.gone})
+        transport.send(version, lambda: {s.number for s in samplers if s.number in lost or s.gone})
     except TransferError as error:
-        for pid in error.absent:
-            lost.setdefault(pid, SamplerLost(str(error)))
+        for number in error.absent:
+            lost.setdefault(number, SamplerLost(str(error)))
     answers: list[Installed | SamplerLost] = []
     for sampler in samplers:
         try:
-            if sampler.pid in lost:
-                raise lost[sampler.pid]
+            if sampler.number in lost:
+                raise lost[sampler.number]
             answers.append(sampler.answer(Installed, f"the install of version {version}"))
         except SamplerLost as error:
             answers.append(error)

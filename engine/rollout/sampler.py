@@ -1,23 +1,16 @@
-"""The trainer's handle on one sampler process."""
+"""The trainer's handle on one sampler process, wherever that runs."""
 
 from __future__ import annotations
 
-import os
+import itertools
 import queue
-import signal
-import socket
-import struct
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
 from engine.errors import RunError
-from engine.rollout.group import await_end
+from engine.rollout.link import Link
 from engine.rollout.messages import (
     Abort,
     Beat,
@@ -40,11 +33,9 @@ LOAD_SECONDS = 600.0
 ANSWER_SECONDS = 300.0
 LANDED_SECONDS = 1800.0
 """Between two completions: a long one takes minutes, and a sampler that hangs is found by its heartbeat."""
-SEND_SECONDS = 60.0
-"""A sampler that reads nothing for so long, with its socket full, is dead."""
-GROUP_SECONDS = 15.0
-"""For the processes below a sampler, once it has ended."""
+CLOSE_SECONDS = 5.0
 _Answer = TypeVar("_Answer", Ready, Bound, Installed, Scored)
+_NUMBERS = itertools.count(1)
 
 
 class SamplerError(RunError):
@@ -63,38 +54,26 @@ Inbox = queue.SimpleQueue[tuple["Sampler", Landed | Beat | Gone]]
 
 
 class Sampler:
-    """One vLLM in a process of its own. It starts loading at once; `wait_ready` waits for it.
+    """One vLLM in a process of its own, driven through `link`. It starts loading at once; `wait_ready` waits for it.
 
-    `log` is where the process's own output goes. A thread reads all that it sends, so that it never waits for the
-    trainer: completions and heartbeats go to `inbox`, which several samplers may share, answers to whoever asked.
+    A thread reads all that it sends, so that it never waits for the trainer: completions and heartbeats go to `inbox`,
+    which several samplers may share, answers to whoever asked.
     Every method that waits has a deadline and raises SamplerLost, naming what it waited for; SamplerError where the
     sampler itself reports why it can't.
     """
 
-    def __init__(self, config: SamplerConfig, *, threads: int, log: Path, inbox: Inbox | None = None) -> None:
-        ours, theirs = socket.socketpair()
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(SEND_SECONDS), 0))
-        self._socket = ours
-        self._connection = Connection(os.dup(ours.fileno()))
-        self._log_path = log
-        self._log: IO[bytes] = log.open("ab")
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "engine.rollout.worker", str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            env=child_environment(config.device, threads),
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        theirs.close()
+    def __init__(self, config: SamplerConfig, link: Link, inbox: Inbox | None = None) -> None:
+        self._link = link
         self.inbox: Inbox = queue.SimpleQueue() if inbox is None else inbox
+        self.number = next(_NUMBERS)
+        """Of no other sampler of this process, before or after."""
         self.heard = time.monotonic()
         """When it last sent anything."""
         self.beat = Beat(0, 0, 0, 0.0, 0.0)
         """Its last heartbeat."""
         self.workers = config.tensor_parallel
         """Of its vLLM; each of them takes part in a transfer."""
+        self._closed = False
         self._failure: Failed | None = None
         self._answers: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read, name="sampler-reader", daemon=True)
@@ -104,16 +83,32 @@ class Sampler:
     @property
     def pid(self) -> int:
         """Of the process, which leads a process group of its own."""
-        return self._process.pid
+        return self._link.pid
+
+    @property
+    def place(self) -> str:
+        """Where it runs, for a person."""
+        return self._link.place
 
     @property
     def gone(self) -> bool:
         """It has ended."""
-        return self._process.poll() is not None
+        return self._link.gone
 
     def wait_ready(self, seconds: float = LOAD_SECONDS) -> Ready:
         """Wait until the model is loaded."""
         return self.answer(Ready, "loading its model", seconds)
+
+    def ready(self) -> Ready | None:
+        """The answer of `wait_ready` where it has come. One that still waits for room may do so for as long as it
+        takes."""
+        if not self._answers.empty():
+            return self.answer(Ready, "loading its model", 0.0)
+        if not self._link.placed:
+            self.heard = time.monotonic()
+        elif time.monotonic() - self.heard > LOAD_SECONDS:
+            raise self._late("loading its model", LOAD_SECONDS)
+        return None
 
     def submit(self, groups: Sequence[Group]) -> None:
         """Queue groups for sampling."""
@@ -156,7 +151,7 @@ class Sampler:
     def send(self, message: object) -> None:
         """Send a message; raises SamplerLost where the process is gone or reads nothing."""
         try:
-            self._connection.send(message)
+            self._link.send(message)
         except OSError as error:
             raise self.lost(f"sending {type(message).__name__}") from error
 
@@ -177,45 +172,28 @@ class Sampler:
         """The error that says how the process ended while the trainer waited for `what`."""
         if self._failure is not None:
             kind = SamplerLost if self._failure.again else SamplerError
-            return kind(f"the sampler failed at {what}: {self._failure.reason}; its log: {self._log_path}")
-        try:
-            code = self._process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            return SamplerLost(f"the sampler closed its pipe at {what}; its log: {self._log_path}")
-        how = f"was killed by signal {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
-        return SamplerLost(f"the sampler {how} while the trainer waited for {what}; its log: {self._log_path}")
+            return kind(f"the sampler failed at {what}: {self._failure.reason}; its log: {self._link.log}")
+        how = self._link.end()
+        if not how:
+            return SamplerLost(f"the sampler closed its pipe at {what}; its log: {self._link.log}")
+        return SamplerLost(f"the sampler {how} while the trainer waited for {what}; its log: {self._link.log}")
 
     def hang_up(self) -> None:
-        """Close the socket, on which the process ends by itself once it reads; `close` waits for that."""
-        try:
-            self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # it has hung up already, or `close` has been here
+        """Have the process end by itself; `close` waits for that."""
+        self._link.hang_up()
 
-    def close(self, grace_seconds: float = 5.0) -> None:
+    def close(self, grace_seconds: float = CLOSE_SECONDS) -> None:
         """End the process and all that it started; does nothing when it is closed already."""
-        if self._connection.closed:
-            return
-        self.hang_up()
-        try:
-            self._process.wait(timeout=grace_seconds)
-        except subprocess.TimeoutExpired:
-            self._process.kill()  # it is in the middle of something
-            self._process.wait()
-        if not await_end(self._process.pid, GROUP_SECONDS):  # what it started goes with it, see the worker
-            try:
-                os.killpg(self._process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass  # it went just now
-        self._reader.join()
-        self._connection.close()
-        self._socket.close()
-        self._log.close()
+        if not self._closed:
+            self._closed = True
+            self._link.close(grace_seconds)
+            self._reader.join()
+            self._link.free()
 
     def _read(self) -> None:
         try:
             while True:
-                message = self._connection.recv()
+                message = self._link.receive()
                 self.heard = time.monotonic()
                 match message:
                     case Landed():
@@ -228,7 +206,7 @@ class Sampler:
                     case answer:
                         self._answers.put(answer)
         except (EOFError, OSError):
-            pass  # it is gone, or `hang_up` closed the socket
+            pass  # it is gone, or has been hung up on
         finally:
             self._answers.put(Gone())
             self.inbox.put((self, Gone()))
@@ -236,29 +214,5 @@ class Sampler:
     def _late(self, what: str, seconds: float) -> SamplerLost:
         silent = time.monotonic() - self.heard
         return SamplerLost(
-            f"waited {seconds:.0f} s for {what}; last heard from it {silent:.0f} s ago; its log: {self._log_path}"
+            f"waited {seconds:.0f} s for {what}; last heard from it {silent:.0f} s ago; its log: {self._link.log}"
         )
-
-
-def child_environment(device: str, threads: int) -> dict[str, str]:
-    """Of a child that runs vLLM: offline, quiet, and threads that sleep instead of spin when they wait."""
-    environment = dict(os.environ)
-    environment |= {
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": environment.get("VLLM_LOGGING_LEVEL", "WARNING"),
-        "TOKENIZERS_PARALLELISM": "false",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # vLLM's worker runs where its engine does, unless it is split
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork would hold our sockets open
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), environment.get("PYTHONPATH")])),
-    }
-    if device == "cpu":
-        # Trainer and sampler take turns on the same cores: a spinning barrier would steal the other's time.
-        environment |= {
-            "OMP_NUM_THREADS": str(threads),
-            "OMP_WAIT_POLICY": "passive",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        }
-    else:
-        environment["CUDA_VISIBLE_DEVICES"] = device.rpartition(":")[2]
-    return environment

@@ -6,25 +6,23 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from engine.rollout.deliver import Transport, deliver
+from engine.rollout.link import Link
 from engine.rollout.messages import (
     Beat,
     Bind,
     Bound,
     Group,
     Landed,
-    Ready,
     SamplerConfig,
     Score,
     Scored,
 )
-from engine.rollout.sampler import LANDED_SECONDS, Gone, Inbox, Sampler, SamplerError, SamplerLost
+from engine.rollout.sampler import LANDED_SECONDS, LOAD_SECONDS, Gone, Inbox, Sampler, SamplerError, SamplerLost
 from engine.types import Completion
 
 HANG_SECONDS = 120.0
@@ -35,12 +33,18 @@ DELIVERIES = 3
 """Of one version, to those that it did not reach because another sampler was lost."""
 LOOK_SECONDS = 0.5
 
+Check = Callable[[int, tuple[float, ...]], float]
+"""Of a sampler's number and its log-probs of the canary: how far they are off. Raises where that is too far."""
+
 
 @dataclass(frozen=True, slots=True)
 class SamplerStats:
     """What one sampler has done since the run began, restarts included."""
 
-    device: str
+    place: str
+    """Where it runs."""
+    up: bool
+    """It has the weights of now; one that is not is starting."""
     completions: int
     tokens: int
     busy_seconds: float
@@ -52,15 +56,19 @@ class SamplerStats:
     memory_mb: float
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Slot:
     """One sampler's place: its process now, and what it owes."""
 
+    number: int
     config: SamplerConfig
-    log: Path
     process: Sampler
+    up: bool = False
+    """Its process is bound and has the weights of now; until then it owes nothing."""
     owed: dict[int, set[int]] = field(default_factory=dict)
     """Members that are still to land, by group."""
+    load: int = 0
+    """How many those are."""
     submits: int = 0
     asked: float = 0.0
     """When it was last given work."""
@@ -74,57 +82,64 @@ class _Slot:
     """The last two: of its earlier processes."""
 
     @property
-    def load(self) -> int:
-        return sum(len(members) for members in self.owed.values())
+    def title(self) -> str:
+        return f"sampler {self.number} on {self.process.place}"
+
+    @property
+    def owing(self) -> str:
+        return f"{self.load} completions of group {', '.join(map(str, self.owed))}" if self.owed else "nothing"
 
 
 class Samplers:
-    """One sampler for each of `configs`, each with its own log file and `threads` threads on a CPU.
+    """One sampler for each of `configs`, its process reached through what `link` makes for its number.
 
     A group goes whole to the sampler that owes least. A sampler that dies or gives no sign of life for `hang_seconds`
-    while it has work is started again with the weights of the last install, and what it owed is sampled again with
-    the same seeds; a completion lands once, by its group and member. Every wait has a deadline. Its methods may be
-    called from several threads.
+    while it has work is started again, and the others sample what it owed with the same seeds; once it has the weights
+    of the last install, and the canary has proved that, it takes its part again. A completion lands once, by its group
+    and member. Every wait has a deadline. `say` takes lines for a person. Its methods may be called from several
+    threads.
     """
 
     def __init__(
         self,
         configs: Sequence[SamplerConfig],
+        link: Callable[[int], Link],
         *,
-        threads: int,
-        logs: Sequence[Path],
         hang_seconds: float = HANG_SECONDS,
+        say: Callable[[str], object] = lambda line: None,
     ) -> None:
-        self._threads, self._hang_seconds = threads, hang_seconds
+        self._link, self._hang_seconds, self._say = link, hang_seconds, say
         self._inbox: Inbox = queue.SimpleQueue()
         self._groups: dict[int, Group] = {}
+        self._unplaced: dict[int, set[int]] = {}
+        """What is owed while no sampler is up."""
         self._transport: Transport | None = None
         self._version: int | None = None
+        self._proof: tuple[tuple[int, ...], Check] | None = None
+        """The canary of the last install, for samplers that come to it later."""
         self._lock = threading.RLock()
-        # The kernel ends a sampler with the thread that started it, not with the process: so one that lasts starts all.
-        self._starter = ThreadPoolExecutor(1, thread_name_prefix="sampler-starter")
         self._slots: list[_Slot] = []
-        for config, log in zip(configs, logs, strict=True):
-            self._slots.append(_Slot(config, log, self._start(config, log)))
+        for number, config in enumerate(configs):
+            self._slots.append(_Slot(number, config, Sampler(config, link(number), self._inbox)))
+        self._by_process = {slot.process: slot for slot in self._slots}
+        self._starting = list(self._slots)
 
-    def wait_ready(self) -> list[Ready]:
-        """Wait until every sampler has loaded its model. One that dies here is not started again."""
-        return [slot.process.wait_ready() for slot in self._slots]
+    def wait_ready(self) -> None:
+        """Wait until every sampler is up. At the start one that dies is not started again."""
+        with self._lock:
+            for slot in list(self._starting):
+                slot.process.wait_ready()
+                self._admit(slot)
 
     def submit(self, groups: Sequence[Group]) -> None:
         """Queue groups for sampling. Placement depends on what is owed, not on the clock."""
         with self._lock:
-            placed: list[list[Group]] = [[] for _ in self._slots]
+            self._admit_ready()
             for group in groups:
                 if group.group in self._groups:
                     raise ValueError(f"group {group.group} is being sampled already: every group needs its own number")
-                index = min(range(len(self._slots)), key=lambda i: self._slots[i].load)
                 self._groups[group.group] = group
-                self._slots[index].owed[group.group] = set(group.asked)
-                placed[index].append(group)
-            for slot, share in zip(self._slots, placed, strict=True):
-                if share:
-                    self._give(slot, share)
+            self._place({group.group: set(group.asked) for group in groups})
 
     def landed(self, count: int, deadline_seconds: float = LANDED_SECONDS) -> Iterator[Completion]:
         """The next `count` completions of any group, each as it finishes; the deadline holds between two of them.
@@ -133,11 +148,10 @@ class Samplers:
         """
         for number in range(1, count + 1):
             deadline = time.monotonic() + deadline_seconds
-            while (completion := self._look()) is None:
+            while (completion := self.poll()) is None:
                 if time.monotonic() >= deadline:
-                    raise SamplerLost(
-                        f"waited {deadline_seconds:.0f} s for completion {number} of {count}; {self._owing()}"
-                    )
+                    owing = "; ".join(f"{slot.title} owes {slot.owing}" for slot in self._slots)
+                    raise SamplerLost(f"waited {deadline_seconds:.0f} s for completion {number} of {count}; {owing}")
             yield completion
 
     def poll(self) -> Completion | None:
@@ -145,20 +159,42 @@ class Samplers:
 
         Raises SamplerError where a log-prob is no number and where a sampler can't be kept alive.
         """
-        return self._look()
+        with self._lock:
+            self._admit_ready()
+        try:
+            process, message = self._inbox.get(timeout=LOOK_SECONDS)
+        except queue.Empty:
+            self._lose_hung()
+            return None
+        with self._lock:
+            slot = self._by_process.get(process)
+            if slot is None:
+                return None  # the last words of a process that has been replaced
+            match message:
+                case Landed(completion):
+                    return self._land(slot, completion)
+                case Beat(submits=submits, unfinished=0) if submits == slot.submits and slot.owed:
+                    # It sends in order: what it has not sent before it said that it is done was lost on the way.
+                    slot.resampled += slot.load
+                    self._give(slot, list(slot.owed))
+                case Gone() if slot.up:
+                    self._lose(slot, process.lost(slot.owing))
+        return None
 
     def abort(self, groups: Sequence[int]) -> None:
         """Drop what is left of groups: none of it lands any more."""
         with self._lock:
+            for group in groups:
+                self._groups.pop(group, None)
+                self._unplaced.pop(group, None)
             for slot in self._slots:
-                theirs = [group for group in groups if slot.owed.pop(group, None) is not None]
+                theirs = [group for group in groups if group in slot.owed]
                 if theirs:
+                    slot.load -= sum(len(slot.owed.pop(group)) for group in theirs)
                     try:
                         slot.process.abort(theirs)
                     except SamplerLost as error:
-                        self._restart(slot, error)
-            for group in groups:
-                self._groups.pop(group, None)
+                        self._lose(slot, error)
 
     def bind(self, transport: Transport) -> int:
         """Tell every sampler how the trainer's tensors reach it; how many names found their place in each.
@@ -166,25 +202,27 @@ class Samplers:
         Raises SamplerError with the names that have none.
         """
         with self._lock:
-            self._transport = transport
-            return min(a.names for a in self._ask(Bind(transport.address), Bound, "binding the trainer's tensors"))
+            self._transport, self._version, self._proof = transport, None, None
+            asked = self._ask(Bind(transport.address), Bound, "binding the trainer's tensors")
+            return min(bound.names for bound in asked.values())
 
     def install(self, version: int, tensors: Any) -> dict[str, float]:
         """Have every sampler take over the trainer's tensors as `version`; the slowest one's seconds of each phase.
 
-        They are written here, under the lock: a sampler that is replaced at any other time gets the last version whole.
+        They are written here, under the lock: a sampler that comes up later gets the last version whole.
         Raises SamplerError where a sampler can't be kept alive, and where the tensors don't arrive.
         """
         with self._lock:
+            self._admit_ready()
             self._bound.write(tensors)
-            self._version = version
-            pending, seconds, why = list(self._slots), list[dict[str, float]](), ""
+            self._version, self._proof = version, None
+            pending, seconds, why = self._up(), list[dict[str, float]](), ""
             for _ in range(DELIVERIES):
                 answers = deliver(self._bound, [slot.process for slot in pending], version)
                 missed = []
                 for slot, answer in zip(pending, answers, strict=True):
                     if isinstance(answer, SamplerLost):
-                        self._restart(slot, answer)  # which installs it
+                        self._lose(slot, answer)
                     elif answer.missed:
                         missed.append(slot)
                         why = answer.missed
@@ -193,22 +231,30 @@ class Samplers:
                 if not missed:
                     return {phase: max(s[phase] for s in seconds) for phase in (seconds[0] if seconds else ())}
                 pending = missed
-            raise SamplerError(
-                f"version {version} did not reach the sampler on {pending[0].config.device}, tried {DELIVERIES} times: "
-                f"{why}"
-            )
+            raise SamplerError(f"version {version} did not reach {pending[0].title}, tried {DELIVERIES} times: {why}")
 
-    def scores(self, token_ids: tuple[int, ...]) -> list[tuple[float, ...]]:
-        """Each sampler's log-probs of a text's tokens but the first, at temperature 1."""
+    def prove(self, token_ids: tuple[int, ...], check: Check) -> float:
+        """Have `check` look at each sampler's log-probs of a text after an install; the largest that it gives.
+
+        So is every sampler that comes up before the next install. Waits until one is up. Raises what `check` raises.
+        """
         with self._lock:
-            return [a.logprobs for a in self._ask(Score(token_ids), Scored, "the canary's log-probs")]
+            self._proof = token_ids, check
+            return max(check(number, heard) for number, heard in self.scores(token_ids).items())
+
+    def scores(self, token_ids: tuple[int, ...]) -> dict[int, tuple[float, ...]]:
+        """By number, each sampler's log-probs of a text's tokens but the first, at temperature 1."""
+        with self._lock:
+            asked = self._ask(Score(token_ids), Scored, "the canary's log-probs")
+            return {number: scored.logprobs for number, scored in asked.items()}
 
     def stats(self) -> list[SamplerStats]:
         """Of each sampler, as of its last heartbeat."""
         with self._lock:
             return [
                 SamplerStats(
-                    slot.config.device,
+                    slot.process.place,
+                    slot.up,
                     slot.completions,
                     slot.tokens + slot.process.beat.tokens,
                     slot.busy_seconds + slot.process.beat.busy_seconds,
@@ -231,98 +277,109 @@ class Samplers:
             slot.process.hang_up()
         for slot in self._slots:
             slot.process.close()
-        self._starter.shutdown()
 
-    def _start(self, config: SamplerConfig, log: Path) -> Sampler:
-        start = self._starter.submit(Sampler, config, threads=self._threads, log=log, inbox=self._inbox)
-        return start.result()
+    def _up(self) -> list[_Slot]:
+        return [slot for slot in self._slots if slot.up]
 
-    def _give(self, slot: _Slot, groups: Sequence[Group]) -> None:
+    def _place(self, owed: Mapping[int, Set[int]]) -> None:
+        """Give members of groups to samplers that are up, whole groups to whoever owes least."""
+        up = self._up()
+        given: dict[int, list[int]] = {}
+        for group, members in owed.items():
+            if not up:
+                self._unplaced[group] = set(members)
+                continue
+            slot = min(up, key=lambda slot: slot.load)
+            slot.owed[group] = set(members)
+            slot.load += len(members)
+            given.setdefault(slot.number, []).append(group)
+        for number, groups in given.items():
+            self._give(self._slots[number], groups)
+
+    def _give(self, slot: _Slot, groups: Sequence[int]) -> None:
+        asked = [replace(self._groups[g], members=tuple(sorted(slot.owed[g]))) for g in groups if g in slot.owed]
+        if not asked:
+            return  # it was lost meanwhile, and others have them
         slot.asked = time.monotonic()
         slot.submits += 1
         try:
-            slot.process.submit(groups)
+            slot.process.submit(asked)
         except SamplerLost as error:
-            self._restart(slot, error)  # which gives it all that it owes
-
-    def _look(self) -> Completion | None:
-        """The next completion if one comes soon; sees to samplers that died, hang or lost something."""
-        try:
-            process, message = self._inbox.get(timeout=LOOK_SECONDS)
-        except queue.Empty:
-            self._restart_hung()
-            return None
-        with self._lock:
-            slot = next((slot for slot in self._slots if slot.process is process), None)
-            if slot is None:
-                return None  # the last words of a process that has been replaced
-            match message:
-                case Landed(completion):
-                    return self._land(slot, completion)
-                case Beat(submits=submits, unfinished=0) if submits == slot.submits and slot.owed:
-                    # It sends in order: what it has not sent before it said that it is done was lost on the way.
-                    slot.resampled += slot.load
-                    self._give(slot, self._remaining(slot))
-                case Gone():
-                    self._restart(slot, process.lost(self._what(slot)))
-        return None
+            self._lose(slot, error)
 
     def _land(self, slot: _Slot, completion: Completion) -> Completion | None:
         members = slot.owed.get(completion.group, set())
         if completion.member not in members:
             return None  # aborted, or sampled twice
-        bad = next((i for i, value in enumerate(completion.logprobs) if not math.isfinite(value)), None)
-        if bad is not None:
+        if not math.isfinite(sum(completion.logprobs)):
+            bad = next(i for i, value in enumerate(completion.logprobs) if not math.isfinite(value))
             raise SamplerError(
-                f"group {completion.group}, member {completion.member} (task {completion.task_id}): the sampler on "
-                f"{slot.config.device} gave token {bad} of {len(completion.token_ids)} the log-prob "
-                f"{completion.logprobs[bad]}; its weights or its KV are broken, nothing of it was trained on"
+                f"group {completion.group}, member {completion.member} (task {completion.task_id}): {slot.title} gave "
+                f"token {bad} of {len(completion.token_ids)} the log-prob {completion.logprobs[bad]}; its weights or "
+                f"its KV are broken, nothing of it was trained on"
             )
         members.remove(completion.member)
+        slot.load -= 1
         if not members:
             del slot.owed[completion.group], self._groups[completion.group]
         slot.completions += 1
         slot.deaths = 0
         return completion
 
-    def _restart_hung(self) -> None:
+    def _lose_hung(self) -> None:
         with self._lock:
             for slot in self._slots:
                 silent = time.monotonic() - max(slot.process.heard, slot.asked)
                 if slot.owed and silent > self._hang_seconds:
-                    self._restart(slot, SamplerLost(f"no sign of life for {silent:.0f} s at {self._what(slot)}"))
+                    self._lose(slot, SamplerLost(f"no sign of life for {silent:.0f} s at {slot.owing}"))
 
-    def _restart(self, slot: _Slot, reason: SamplerError) -> None:
-        """Another process in the slot, with the weights of the last install and all the work that is owed."""
-        while True:
-            slot.deaths += 1
-            slot.tokens += slot.process.beat.tokens
-            slot.busy_seconds += slot.process.beat.busy_seconds
-            slot.process.close(grace_seconds=0.0)
-            if slot.deaths > RESTARTS:
-                raise SamplerError(
-                    f"the sampler on {slot.config.device} was started {slot.deaths} times and landed nothing: {reason}"
-                ) from reason
-            slot.restarts += 1
-            slot.process = self._start(slot.config, slot.log)
+    def _lose(self, slot: _Slot, reason: SamplerError) -> None:
+        """Start another process in the slot; what it owed goes to the others."""
+        self._say(f"{slot.title} is lost with {slot.load} completions: {reason}")
+        slot.deaths += 1
+        slot.tokens += slot.process.beat.tokens
+        slot.busy_seconds += slot.process.beat.busy_seconds
+        slot.process.close(grace_seconds=0.0)
+        if slot.deaths > RESTARTS:
+            raise SamplerError(f"{slot.title} was started {slot.deaths} times and landed nothing: {reason}") from reason
+        slot.restarts += 1
+        slot.resampled += slot.load
+        if slot.up:
+            self._starting.append(slot)
+        owed, slot.owed, slot.load, slot.submits, slot.up = slot.owed, {}, 0, 0, False
+        del self._by_process[slot.process]
+        slot.process = Sampler(slot.config, self._link(slot.number), self._inbox)
+        self._by_process[slot.process] = slot
+        self._place(owed)
+
+    def _admit_ready(self) -> None:
+        """See to samplers that are starting: whoever has loaded its model comes up."""
+        for slot in list(self._starting):
             try:
-                slot.process.wait_ready()
-                if self._transport is not None:
-                    slot.process.bind(self._transport.address)
-                if self._version is not None:
-                    [answer] = deliver(self._bound, [slot.process], self._version)
-                    if isinstance(answer, SamplerLost):
-                        raise answer
-                    if answer.missed:
-                        raise SamplerLost(f"version {self._version} did not reach the sampler: {answer.missed}")
-                slot.submits = 0
-                if slot.owed:
-                    slot.resampled += slot.load
-                    slot.submits, slot.asked = 1, time.monotonic()
-                    slot.process.submit(self._remaining(slot))
-                return
+                if slot.process.ready():
+                    self._admit(slot)
             except SamplerLost as error:
-                reason = error
+                self._lose(slot, error)
+
+    def _admit(self, slot: _Slot) -> None:
+        """Bring a sampler that has loaded its model to where the others are, and give it work."""
+        if self._transport is not None:
+            slot.process.bind(self._transport.address)
+        if self._version is not None:
+            [answer] = deliver(self._bound, [slot.process], self._version)
+            if isinstance(answer, SamplerLost):
+                raise answer
+            if answer.missed:
+                raise SamplerLost(f"version {self._version} did not reach the sampler: {answer.missed}")
+        if self._proof is not None:
+            token_ids, check = self._proof
+            check(slot.number, slot.process.score(token_ids))
+        slot.up = True
+        self._starting.remove(slot)
+        if slot.restarts:
+            self._say(f"{slot.title} is up again, started {slot.restarts + 1} times")
+        unplaced, self._unplaced = self._unplaced, {}
+        self._place(unplaced)
 
     @property
     def _bound(self) -> Transport:
@@ -330,31 +387,26 @@ class Samplers:
             raise ValueError("nothing can be installed before `bind`")
         return self._transport
 
-    def _remaining(self, slot: _Slot) -> list[Group]:
-        return [replace(self._groups[group], members=tuple(sorted(left))) for group, left in slot.owed.items()]
-
-    def _ask(self, message: object, kind: Any, what: str) -> list[Any]:
-        """Each sampler's answer; they work on it at the same time. One that is lost is replaced and asked again."""
-        lost: dict[int, SamplerLost] = {}
-        for index, slot in enumerate(self._slots):
-            try:
-                slot.process.send(message)
-            except SamplerLost as error:
-                lost[index] = error
-        answers = []
-        for index, slot in enumerate(self._slots):
-            try:
-                if index in lost:
-                    raise lost[index]
-                answers.append(slot.process.answer(kind, what))
-            except SamplerLost as error:
-                self._restart(slot, error)
-                slot.process.send(message)
-                answers.append(slot.process.answer(kind, what))
+    def _ask(self, message: object, kind: Any, what: str) -> dict[int, Any]:
+        """By number, the answers of all samplers that are up, which work on it at the same time; waits for one."""
+        deadline = time.monotonic() + LOAD_SECONDS
+        answers: dict[int, Any] = {}
+        while not answers:
+            asked = []
+            for slot in self._up():
+                try:
+                    slot.process.send(message)
+                    asked.append(slot)
+                except SamplerLost as error:
+                    self._lose(slot, error)
+            for slot in asked:
+                try:
+                    answers[slot.number] = slot.process.answer(kind, what)
+                except SamplerLost as error:
+                    self._lose(slot, error)
+            if not answers:
+                if time.monotonic() > deadline:
+                    raise SamplerLost(f"waited {LOAD_SECONDS:.0f} s for a sampler that is up, for {what}")
+                time.sleep(0.1)
+                self._admit_ready()
         return answers
-
-    def _what(self, slot: _Slot) -> str:
-        return f"{slot.load} completions of group {', '.join(map(str, slot.owed))}" if slot.owed else "nothing"
-
-    def _owing(self) -> str:
-        return "; ".join(f"sampler {i} on {s.config.device} owes {self._what(s)}" for i, s in enumerate(self._slots))

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import RunError
-from engine.rollout.sampler import child_environment
+from engine.rollout.link import child_environment
 from engine.types import LORA_SLOTS
 
 SERVE_SECONDS = 1800.0

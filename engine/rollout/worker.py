@@ -1,6 +1,7 @@
 """The sampler process: `python -m engine.rollout.worker FD`, driven over the socket FD by `Sampler`.
 
-It owns its device and its vLLM and ends when its parent does, and vLLM's own processes end with it.
+Messages come in over a `Connection` and go out as a stream of pickles, see `link`. It owns its device and its vLLM and
+ends when its parent does, and vLLM's own processes end with it.
 """
 
 from __future__ import annotations
@@ -8,11 +9,13 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import pickle
 import select
 import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 from engine.imports import without_collector
@@ -44,13 +47,19 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle; it closes this process
     connection = Connection(int(sys.argv[1]))
     _end_together(connection)
+    out = open(os.dup(connection.fileno()), "wb")  # noqa: SIM115
+
+    def say(message: object) -> None:
+        pickle.dump(message, out, pickle.HIGHEST_PROTOCOL)
+        out.flush()
+
     try:
-        _serve(connection)
+        _serve(connection, say)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         os._exit(0)  # the parent is gone, and the interpreter's way out through vLLM takes seconds
     except Exception as error:
         traceback.print_exc()  # into the log that the trainer's error names
-        connection.send(Failed(f"{type(error).__name__}: {error}", again=isinstance(error, VllmLost)))
+        say(Failed(f"{type(error).__name__}: {error}", again=isinstance(error, VllmLost)))
         sys.stderr.flush()
         os._exit(1)  # not through vLLM's way out, which may wait for a process that hangs
 
@@ -73,7 +82,7 @@ def _end_together(connection: Connection) -> None:
     kill_group()
 
 
-def _serve(connection: Connection) -> None:
+def _serve(connection: Connection, say: Callable[[object], None]) -> None:
     config: SamplerConfig = connection.recv()
     start = time.perf_counter()
     with without_collector():  # only this process may import vLLM
@@ -85,7 +94,7 @@ def _serve(connection: Connection) -> None:
     gc.freeze()  # millions of vLLM's objects, which vLLM's own collections would look through
     engine = Engine(config)
     book = engine.book
-    connection.send(Ready(engine.version, time.perf_counter() - start))
+    say(Ready(engine.version, time.perf_counter() - start))
     submits, busy_seconds, last_beat = 0, 0.0, time.monotonic()
     while True:
         while connection.poll(0 if book.unfinished else None):
@@ -96,22 +105,22 @@ def _serve(connection: Connection) -> None:
                 case Abort(numbers):
                     engine.abort(numbers)
                 case Score(token_ids):
-                    connection.send(Scored(engine.score(token_ids)))
+                    say(Scored(engine.score(token_ids)))
                 case Bind(address):
-                    connection.send(Bound(engine.bind(address)))
+                    say(Bound(engine.bind(address)))
                 case Install(version, meeting):
                     missed = engine.fetch(meeting)
-                    connection.send(Installed(version, {} if missed else engine.install(version), missed))
+                    say(Installed(version, {} if missed else engine.install(version), missed))
                 case other:
                     raise TypeError(f"the sampler does not know the message {other!r}")
         start = time.perf_counter()
         landed = engine.step()
         busy_seconds += time.perf_counter() - start
         for completion in landed:
-            connection.send(Landed(completion))
+            say(Landed(completion))
         if not book.unfinished or time.monotonic() - last_beat > BEAT_SECONDS:
             last_beat = time.monotonic()
-            connection.send(Beat(submits, book.unfinished, book.tokens, busy_seconds, _resident_mb()))
+            say(Beat(submits, book.unfinished, book.tokens, busy_seconds, _resident_mb()))
 
 
 def _resident_mb() -> float:

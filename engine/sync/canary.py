@@ -21,9 +21,14 @@ class Canary:
     """Largest allowed difference of one token's log-prob, in nats."""
     heard: tuple[float, ...] | None = None
     """What the sampler said at the last check."""
+    version: int | None = None
+    """Of the last check."""
 
     def check(self, trainer: Sequence[float], sampler: Sequence[float], *, version: int, changed: bool) -> float:
-        """Compare after the sync of `version`; `changed` says whether the weights are others than at the last check.
+        """Compare after the sync of `version`; `changed` says whether it has other weights than the version before.
+
+        A sampler that replaces another is checked once more at the same version, and must say what that one said. One
+        that missed versions is only held against the trainer.
 
         Returns the largest difference. Raises CanaryError where it is above the tolerance, where a log-prob is no
         number, where changed weights left every log-prob as it was to the last bit, or where unchanged ones moved one
@@ -38,14 +43,16 @@ class Canary:
                 f"canary token {where + 1} (sync.tolerance is {self.tolerance:g}): the sampler does not hold the "
                 f"trainer's weights"
             )
-        if changed and self.heard is not None and tuple(sampler) == self.heard:
+        before = self.heard if self.version in (version - 1, version) else None
+        changed = changed and self.version != version
+        if changed and tuple(sampler) == before:
             raise CanaryError(f"the sync of version {version} changed nothing in the sampler, though the weights moved")
-        if not changed and self.heard is not None:
-            moved = max(abs(now - then) for now, then in zip(sampler, self.heard, strict=True))
+        if not changed and before is not None:
+            moved = max(abs(now - then) for now, then in zip(sampler, before, strict=True))
             if not moved <= self.tolerance:
                 raise CanaryError(
                     f"the sync of version {version} moved the canary by {moved:.3g} nats, though the weights are those "
                     f"of the last check (sync.tolerance is {self.tolerance:g})"
                 )
-        self.heard = tuple(sampler)
+        self.heard, self.version = tuple(sampler), version
         return worst

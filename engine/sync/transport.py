@@ -13,6 +13,8 @@ import os
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 Tensors = Mapping[str, tuple[torch.Tensor, ...]]
@@ -34,7 +36,10 @@ class SharedTensors:
         self._scale, self._dtype = scale, dtype
         self._fd = os.memfd_create("rlvr-weights")
         os.ftruncate(self._fd, DTYPES[dtype].itemsize * numbers)
-        self._views = views_of(_map(self._fd, dtype), self._places)
+        flat = _map(self._fd, dtype)
+        self._views = views_of(flat, self._places)
+        self.bytes: npt.NDArray[np.uint8] = flat.view(torch.uint8).numpy()
+        """The whole buffer as it lies in memory."""
 
     @property
     def address(self) -> dict[str, Any]:
@@ -62,6 +67,7 @@ class SharedTensors:
         """Give the memory back once the readers have closed it too."""
         if self._fd >= 0:
             self._views.clear()
+            del self.bytes
             os.close(self._fd)
             self._fd = -1
 

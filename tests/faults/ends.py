@@ -201,3 +201,23 @@ def test_groups_sampled_ahead_are_sampled_again(recipe: Path, tmp_path: Path) ->
         assert all(0 <= step - 1 - row["version"] <= 2 for row in rows)
     taken = Curriculum(load_tasks("generated:train"), seed=3).take(12 * 4)
     assert trained == Counter(task.id for task in taken)  # none is lost, none comes twice
+
+
+def test_a_killed_sampler_is_replaced_and_the_run_goes_on(recipe: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run = start(recipe, folder)
+    wait_for(run, lambda: lines_of(folder) >= 1)
+    os.kill(next(pid for pid, line in below(run.pid).items() if "engine.rollout.worker" in line), signal.SIGKILL)
+    code, out, errors = finish(run)
+    assert code == 0, (out, errors)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 13))
+    assert lines[-1]["perf/sampler_restarts"] == 1
+    assert all(line["sync/canary"] < 1e-3 for line in lines)
+
+
+def test_two_runs_at_once_come_out_alike(recipe: Path, tmp_path: Path) -> None:
+    runs = [start(recipe, tmp_path / name, "--set", "run.steps=2") for name in ("one", "two")]
+    for code, out, errors in map(finish, runs):
+        assert code == 0, (out, errors)
+    assert facts(tmp_path / "one") == facts(tmp_path / "two")

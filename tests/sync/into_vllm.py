@@ -9,7 +9,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from engine.rollout import Sampler
+from engine.rollout import Child, Sampler
 from engine.rollout.deliver import deliver
 from engine.rollout.messages import Installed
 from engine.sync import CollectiveTensors, SharedTensors, open_transport
@@ -56,7 +56,7 @@ class Bench:
 @contextmanager
 def bench(folder: Path, *, tied: bool = True, **changes: object) -> Iterator[Bench]:
     model = make_model(folder / "model", tied=tied)
-    opened = Bench(Sampler(config(model, **changes), threads=1, log=folder / "log"), model)
+    opened = Bench(Sampler(config(model, **changes), Child("cpu", threads=1, log=folder / "log")), model)
     try:
         opened.sampler.wait_ready()
         yield opened
