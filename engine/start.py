@@ -66,7 +66,7 @@ def start(
             check_recipe(folder, recipe, allowed)
         nodes = stack.enter_context(_joined(recipe))
         check(recipe, nodes)
-        snapshot, trained = _look(recipe)
+        snapshot, trained = look(recipe)
         if recipe.cluster:
             from engine.cluster.connect import require_model
 
@@ -102,7 +102,7 @@ def _rank_and_world() -> tuple[int, int]:
 def follow(recipe: Recipe) -> None:
     """Load the model and do what rank 0 does until it ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 finishes its step and saves, and this one with it
-    snapshot, _ = _look(recipe)
+    snapshot, _ = look(recipe)
     import torch
 
     from engine.train import Trainer
@@ -131,7 +131,7 @@ def _threads(recipe: Recipe) -> int:
     return recipe.train.threads or max(1, len(os.sched_getaffinity(0)) // here)
 
 
-def _look(recipe: Recipe) -> tuple[Snapshot, list[str]]:
+def look(recipe: Recipe) -> tuple[Snapshot, list[str]]:
     """The model, fetched, and what of it is trained. Raises InputError for what only the model can tell."""
     snapshot = resolve(recipe.model.source, recipe.model.sha256)
     # From here on the run's own parts are needed, which take seconds to import.

@@ -25,7 +25,12 @@ from sandbox import VERDICTS
 pytestmark = pytest.mark.slow
 RECIPE = recipes.load(
     "recipes/quickstart.toml",
-    ("run.steps=2", "eval.samples=1", 'tasks.heldout={ heldout = "generated:heldout-families" }'),
+    (
+        "run.steps=2",
+        "rollout.prompts_per_step=4",
+        "eval.samples=1",
+        'tasks.heldout={ heldout = "generated:heldout-families" }',
+    ),
 )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import queue
-import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -57,8 +56,8 @@ class SamplerActor:
         self._next = 0
         self._lock = threading.Lock()
         self._said: queue.SimpleQueue[object] = queue.SimpleQueue()
-        # Nobody but this process finds it, and it is gone with it: what is written there goes to the driver.
-        self._log = tempfile.NamedTemporaryFile(prefix="rlvr-sampler-")  # noqa: SIM115
+        # A file without a name, gone with this process however that ends: what is written there goes to the driver.
+        self._log = Path(f"/proc/self/fd/{os.memfd_create('rlvr-sampler-log')}")
         self._log_read = 0
 
     def send(self, number: int, message: object, tensors: Any = None) -> None:
@@ -78,7 +77,7 @@ class SamplerActor:
                 said.append(self._said.get_nowait())
         except queue.Empty:
             pass
-        with open(self._log.name, "rb") as log:
+        with self._log.open("rb") as log:
             log.seek(self._log_read)
             written = log.read()
         self._log_read += len(written)
@@ -116,7 +115,7 @@ class SamplerActor:
             self._said.put(Ended("never started"))
             return
         device = config.device if config.device == "cpu" else f"cuda:{os.environ['CUDA_VISIBLE_DEVICES']}"
-        self._child = child = Child(device, threads=self._threads, log=Path(self._log.name))
+        self._child = child = Child(device, threads=self._threads, log=self._log)
         self._said.put(Placed(ray.get_runtime_context().get_node_id(), child.pid))
         child.send(replace(config, device=device, model_dir=str(folder)))
         ThreadPoolExecutor(1, thread_name_prefix="sampler-reader").submit(self._read, child)

@@ -11,6 +11,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
+from engine.cluster.connect import MODEL_SECONDS
 from engine.cluster.node import ENVIRONMENT, reason_of
 from engine.errors import RunError
 from engine.recipe import Recipe
@@ -27,6 +28,12 @@ class TrainerActor:
     def place(self) -> str:
         """Answers once it has a place."""
         return str(ray.get_runtime_context().get_node_id())
+
+    def prepare(self, recipe: Recipe) -> None:
+        """Find the model and load what training needs, so that what is missing shows before the others wait for it."""
+        from engine.start import look
+
+        look(recipe)
 
     def follow(self, recipe: Recipe, environment: dict[str, str]) -> None:
         """Be a rank until rank 0 ends."""
@@ -69,6 +76,10 @@ def trainers(recipe: Recipe) -> Iterator[None]:
                 f"waited {START_SECONDS:.0f} s for a place for {len(late)} of {len(others)} trainers beside the "
                 f"driver's; `ray status` shows what else has the cluster's cores and GPUs"
             )
+        preparing = [other.prepare.remote(recipe) for other in others]
+        ray.wait(preparing, num_returns=len(preparing), timeout=MODEL_SECONDS)
+        if said := _first_error(preparing):
+            raise RunError(said)
         os.environ |= {**meeting, "RANK": "0"}
         following = [
             # Each has one node's device, whichever Ray gave it, and all that node's cores if it is alone there.
@@ -81,7 +92,7 @@ def trainers(recipe: Recipe) -> Iterator[None]:
             if said := _first_error(following):
                 raise RunError(f"{said}; {error}") from error
             raise
-        _, late = ray.wait(following, num_returns=len(following), timeout=END_SECONDS)
+        ray.wait(following, num_returns=len(following), timeout=END_SECONDS)
     finally:
         for other in others:
             ray.kill(other)

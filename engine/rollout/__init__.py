@@ -3,7 +3,8 @@
 from engine.rollout.link import Child, children
 from engine.rollout.prompts import render_prompts
 from engine.rollout.sampler import Sampler, SamplerError, SamplerLost
-from engine.rollout.samplers import Samplers, SamplerStats
+from engine.rollout.samplers import Samplers
+from engine.rollout.slot import SamplerStats
 
 __all__ = [
     "Child",

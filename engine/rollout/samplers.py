@@ -7,7 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from engine.rollout.deliver import Transport, deliver
@@ -23,6 +23,7 @@ from engine.rollout.messages import (
     Scored,
 )
 from engine.rollout.sampler import LANDED_SECONDS, LOAD_SECONDS, Gone, Inbox, Sampler, SamplerError, SamplerLost
+from engine.rollout.slot import SamplerStats, Slot
 from engine.types import Completion
 
 HANG_SECONDS = 120.0
@@ -31,63 +32,10 @@ RESTARTS = 3
 """Of one sampler, without a completion landing in between; after that the run ends."""
 DELIVERIES = 3
 """Of one version, to those that it did not reach because another sampler was lost."""
-LOOK_SECONDS = 0.5
+LOOK_SECONDS, LATE_SECONDS = 0.5, 5.0
 
 Check = Callable[[int, tuple[float, ...]], float]
 """Of a sampler's number and its log-probs of the canary: how far they are off. Raises where that is too far."""
-
-
-@dataclass(frozen=True, slots=True)
-class SamplerStats:
-    """What one sampler has done since the run began, restarts included."""
-
-    place: str
-    """Where it runs."""
-    up: bool
-    """It has the weights of now; one that is not is starting."""
-    completions: int
-    tokens: int
-    busy_seconds: float
-    """Spent in vLLM's steps."""
-    unfinished: int
-    restarts: int
-    resampled: int
-    """Completions that were lost on the way, with their sampler or alone, and asked for again."""
-    memory_mb: float
-
-
-@dataclass(slots=True, eq=False)
-class _Slot:
-    """One sampler's place: its process now, and what it owes."""
-
-    number: int
-    config: SamplerConfig
-    process: Sampler
-    up: bool = False
-    """Its process is bound and has the weights of now; until then it owes nothing."""
-    owed: dict[int, set[int]] = field(default_factory=dict)
-    """Members that are still to land, by group."""
-    load: int = 0
-    """How many those are."""
-    submits: int = 0
-    asked: float = 0.0
-    """When it was last given work."""
-    deaths: int = 0
-    """Since a completion landed."""
-    restarts: int = 0
-    resampled: int = 0
-    completions: int = 0
-    tokens: int = 0
-    busy_seconds: float = 0.0
-    """The last two: of its earlier processes."""
-
-    @property
-    def title(self) -> str:
-        return f"sampler {self.number} on {self.process.place}"
-
-    @property
-    def owing(self) -> str:
-        return f"{self.load} completions of group {', '.join(map(str, self.owed))}" if self.owed else "nothing"
 
 
 class Samplers:
@@ -117,10 +65,11 @@ class Samplers:
         self._version: int | None = None
         self._proof: tuple[tuple[int, ...], Check] | None = None
         """The canary of the last install, for samplers that come to it later."""
+        self._looked = time.monotonic()
         self._lock = threading.RLock()
-        self._slots: list[_Slot] = []
+        self._slots: list[Slot] = []
         for number, config in enumerate(configs):
-            self._slots.append(_Slot(number, config, Sampler(config, link(number), self._inbox)))
+            self._slots.append(Slot(number, config, Sampler(config, link(number), self._inbox)))
         self._by_process = {slot.process: slot for slot in self._slots}
         self._starting = list(self._slots)
 
@@ -161,10 +110,10 @@ class Samplers:
         """
         with self._lock:
             self._admit_ready()
+            self._lose_hung()
         try:
             process, message = self._inbox.get(timeout=LOOK_SECONDS)
         except queue.Empty:
-            self._lose_hung()
             return None
         with self._lock:
             slot = self._by_process.get(process)
@@ -218,11 +167,13 @@ class Samplers:
             self._version, self._proof = version, None
             pending, seconds, why = self._up(), list[dict[str, float]](), ""
             for _ in range(DELIVERIES):
-                answers = deliver(self._bound, [slot.process for slot in pending], version)
+                processes = [slot.process for slot in pending]
                 missed = []
-                for slot, answer in zip(pending, answers, strict=True):
+                for slot, process, answer in zip(
+                    pending, processes, deliver(self._bound, processes, version), strict=True
+                ):
                     if isinstance(answer, SamplerLost):
-                        self._lose(slot, answer)
+                        self._lose(slot, answer, process)
                     elif answer.missed:
                         missed.append(slot)
                         why = answer.missed
@@ -251,20 +202,7 @@ class Samplers:
     def stats(self) -> list[SamplerStats]:
         """Of each sampler, as of its last heartbeat."""
         with self._lock:
-            return [
-                SamplerStats(
-                    slot.process.place,
-                    slot.up,
-                    slot.completions,
-                    slot.tokens + slot.process.beat.tokens,
-                    slot.busy_seconds + slot.process.beat.busy_seconds,
-                    slot.load,
-                    slot.restarts,
-                    slot.resampled,
-                    slot.process.beat.memory_mb,
-                )
-                for slot in self._slots
-            ]
+            return [slot.stats() for slot in self._slots]
 
     @property
     def pids(self) -> list[int]:
@@ -278,7 +216,7 @@ class Samplers:
         for slot in self._slots:
             slot.process.close()
 
-    def _up(self) -> list[_Slot]:
+    def _up(self) -> list[Slot]:
         return [slot for slot in self._slots if slot.up]
 
     def _place(self, owed: Mapping[int, Set[int]]) -> None:
@@ -296,7 +234,7 @@ class Samplers:
         for number, groups in given.items():
             self._give(self._slots[number], groups)
 
-    def _give(self, slot: _Slot, groups: Sequence[int]) -> None:
+    def _give(self, slot: Slot, groups: Sequence[int]) -> None:
         asked = [replace(self._groups[g], members=tuple(sorted(slot.owed[g]))) for g in groups if g in slot.owed]
         if not asked:
             return  # it was lost meanwhile, and others have them
@@ -307,7 +245,7 @@ class Samplers:
         except SamplerLost as error:
             self._lose(slot, error)
 
-    def _land(self, slot: _Slot, completion: Completion) -> Completion | None:
+    def _land(self, slot: Slot, completion: Completion) -> Completion | None:
         members = slot.owed.get(completion.group, set())
         if completion.member not in members:
             return None  # aborted, or sampled twice
@@ -327,14 +265,25 @@ class Samplers:
         return completion
 
     def _lose_hung(self) -> None:
-        with self._lock:
-            for slot in self._slots:
-                silent = time.monotonic() - max(slot.process.heard, slot.asked)
-                if slot.owed and silent > self._hang_seconds:
-                    self._lose(slot, SamplerLost(f"no sign of life for {silent:.0f} s at {slot.owing}"))
+        """Look now and then for samplers that are silent. A look that comes late judges nobody: this process was
+        stopped or waited for nothing, and may have to hear yet what they said."""
+        now = time.monotonic()
+        since = now - self._looked
+        if since < LOOK_SECONDS:
+            return
+        self._looked = now
+        for slot in self._up() if since < LATE_SECONDS else ():
+            silent = now - max(slot.process.heard, slot.asked)
+            if slot.owed and silent > self._hang_seconds:
+                self._lose(slot, SamplerLost(f"no sign of life for {silent:.0f} s at {slot.owing}"))
 
-    def _lose(self, slot: _Slot, reason: SamplerError) -> None:
-        """Start another process in the slot; what it owed goes to the others."""
+    def _lose(self, slot: Slot, reason: SamplerError, process: Sampler | None = None) -> None:
+        """Start another process in the slot; what it owed goes to the others.
+
+        process: which one is lost, where that may have been seen to already: placing one's work may find another lost.
+        """
+        if process is not None and slot.process is not process:
+            return
         self._say(f"{slot.title} is lost with {slot.load} completions: {reason}")
         slot.deaths += 1
         slot.tokens += slot.process.beat.tokens
@@ -361,7 +310,7 @@ class Samplers:
             except SamplerLost as error:
                 self._lose(slot, error)
 
-    def _admit(self, slot: _Slot) -> None:
+    def _admit(self, slot: Slot) -> None:
         """Bring a sampler that has loaded its model to where the others are, and give it work."""
         if self._transport is not None:
             slot.process.bind(self._transport.address)
@@ -394,16 +343,17 @@ class Samplers:
         while not answers:
             asked = []
             for slot in self._up():
+                process = slot.process
                 try:
-                    slot.process.send(message)
-                    asked.append(slot)
+                    process.send(message)
+                    asked.append((slot, process))
                 except SamplerLost as error:
-                    self._lose(slot, error)
-            for slot in asked:
+                    self._lose(slot, error, process)
+            for slot, process in asked:
                 try:
-                    answers[slot.number] = slot.process.answer(kind, what)
+                    answers[slot.number] = process.answer(kind, what)
                 except SamplerLost as error:
-                    self._lose(slot, error)
+                    self._lose(slot, error, process)
             if not answers:
                 if time.monotonic() > deadline:
                     raise SamplerLost(f"waited {LOAD_SECONDS:.0f} s for a sampler that is up, for {what}")
