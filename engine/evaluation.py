@@ -151,7 +151,6 @@ def _answer(
     recipe = subject.recipe
     if subject.adapter is None:  # vLLM's LoRA layers are slow where there is nothing for them
         recipe = recipe.model_copy(update={"sync": recipe.sync.model_copy(update={"install": "merged"})})
-    recipe = recipe.model_copy(update={"cluster": None})  # an evaluation is for one machine
     with ExitStack() as stack:
         samplers = stack.enter_context(
             closing(open_samplers(recipe, subject.snapshot, results.folder, len(os.sched_getaffinity(0))))

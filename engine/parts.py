@@ -71,7 +71,7 @@ class Parts:
         self.prompts = {task.id: prompt for task, prompt in zip(everything, prompts, strict=True)}
         # One for each sampler: a canary remembers what it heard before.
         ids = self.prompts[train[0].id].ids[-CANARY_TOKENS:]
-        self.canaries = [Canary(ids, recipe.sync.tolerance) for _ in self.samplers.stats()]
+        self.canaries = [Canary(ids, recipe.sync.tolerance) for _ in recipe.samplers]
         trained = self.trainer.policy.trained
         shapes = {name: tuple(t.shape for t in tensors) for name, tensors in trained.tensors().items()}
         self.sent = stack.enter_context(closing(open_tensors(recipe, shapes, trained.scale)))

@@ -55,7 +55,7 @@ def find_subject(
     if (folder / "recipe.toml").is_file():
         if recipe:
             raise InputError(f"{given} is a run, which has a recipe of its own: leave --recipe out, or use --set")
-        return _of_run(folder, recipe_file.load(folder / "recipe.toml", overrides), step, base)
+        return _of_run(folder, _here(recipe_file.load(folder / "recipe.toml", overrides)), step, base)
     if step is not None or base:
         raise InputError(f"{given} is no run (it has no recipe.toml): --step and --base go with one")
     if (folder / CONFIG).is_file():
@@ -67,10 +67,15 @@ def find_subject(
     return Subject(folder.resolve().name if folder.is_dir() else given, settings, snapshot)
 
 
+def _here(recipe: Recipe) -> Recipe:
+    """An evaluation is for one machine, also where its run was for several."""
+    return recipe.model_copy(update={"cluster": None})
+
+
 def _settings(recipe: Path | None, overrides: tuple[str, ...], source: str, sha256: str) -> Recipe:
     if recipe is not None:
         wheel = (f"model.sha256={sha256}",) if sha256 else ()
-        settings = recipe_file.load(recipe, (*overrides, f"model.source={source}", *wheel))
+        settings = _here(recipe_file.load(recipe, (*overrides, f"model.source={source}", *wheel)))
     else:
         plain = Recipe(
             run=Run(name="evaluation", steps=1),

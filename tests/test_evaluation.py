@@ -12,6 +12,7 @@ from click.testing import CliRunner, Result
 
 from engine.cli import commands
 from engine.errors import InputError
+from engine.preflight import require_devices
 from engine.subject import find_subject
 from tests.small import finish, make_model, start, write_recipe
 
@@ -91,3 +92,12 @@ def test_an_adapter_of_another_model_is_refused(run: Path, tmp_path: Path) -> No
     (tmp_path / "adapter" / "training_info.json").write_text(json.dumps(info | {"base_model_sha256": "0" * 64}))
     with pytest.raises(InputError, match="another model"):
         find_subject(str(tmp_path / "adapter"), recipe=None, overrides=(), step=None, base=False, sha256="")
+
+
+def test_a_run_over_several_machines_is_evaluated_on_this_one(run: Path) -> None:
+    """So its devices are looked for here."""
+    overrides = ("cluster.samplers=3", 'rollout.devices=["cuda:63"]')
+    subject = find_subject(str(run), recipe=None, overrides=overrides, step=None, base=True, sha256="")
+    assert subject.recipe.samplers == (("cuda:63",),)
+    with pytest.raises(InputError, match="cuda:63"):
+        require_devices(subject.recipe, for_training=False)

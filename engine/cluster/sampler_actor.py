@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -111,14 +110,14 @@ class SamplerActor:
         try:
             folder = resolve(self._source, self._sha256).folder
         except SnapshotError as error:
-            self._said.put(Failed(str(error)))
+            self._said.put(Failed(str(error), again=True))  # another node may have it
             self._said.put(Ended("never started"))
             return
         device = config.device if config.device == "cpu" else f"cuda:{os.environ['CUDA_VISIBLE_DEVICES']}"
         self._child = child = Child(device, threads=self._threads, log=self._log)
         self._said.put(Placed(ray.get_runtime_context().get_node_id(), child.pid))
         child.send(replace(config, device=device, model_dir=str(folder)))
-        ThreadPoolExecutor(1, thread_name_prefix="sampler-reader").submit(self._read, child)
+        threading.Thread(target=self._read, args=(child,), name="sampler-reader", daemon=True).start()
 
     def _read(self, child: Child) -> None:
         try:
