@@ -1,6 +1,6 @@
 # make run    set everything up and train the quickstart, on a CPU
 # make test   set everything up and run the tests
-# make faults kill and starve real runs in every way, and a soak: some 20 minutes
+# make faults kill and starve real runs in every way, and a soak: under 20 minutes
 # make cluster   the tests of runs over a Ray cluster, whose nodes are made on this machine
 # make published   the published runs' whole workflow in small, on a CPU
 # make lint, make bench, make setup
@@ -13,7 +13,7 @@ BENCHES := sandbox kernels
 PYTEST := python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 RUN := PATH="$(CURDIR)/$(BIN):$$PATH"
 
-.PHONY: setup run test fast faults cluster lint bench published clean
+.PHONY: setup run test fast faults kills ends cluster lint bench published clean
 
 setup:
 	@sh setup.sh "$(PYTHON)" "$(VENV)"
@@ -27,11 +27,18 @@ test: setup
 fast: setup
 	@$(RUN) $(PYTEST) -m "not slow"
 
-# Named one by one: plain pytest does not collect them.
+# The kills and the other ends side by side, a core for each; then the soak. Named one by one: plain pytest does not
+# collect them. The kills' table is printed as it grows (-s), the others' lines whole as each ends (-n 1).
 faults: setup
 	@mkdir -p runs
-	@$(RUN) python -m pytest -s tests/test_ends.py tests/test_resume.py tests/faults/ends.py tests/faults/kills.py
+	@$(MAKE) --no-print-directory -j 2 kills ends
 	@$(RUN) python bench/soak.py --json runs/soak.json --steps 300
+
+kills:
+	@$(RUN) python -m pytest -s tests/faults/kills.py
+
+ends:
+	@$(RUN) python -m pytest -vv -n 1 tests/faults/ends.py
 
 cluster: setup
 	@$(RUN) python -c "import ray" 2> /dev/null || { echo "cluster: installing Ray"; $(RUN) pip install -q -e ".[cluster]"; }

@@ -1,4 +1,4 @@
-"""Faults on the real parts, beyond tests/test_ends.py: what a person reads, what is left, and that the run goes on."""
+"""Faults on the real parts: what a person reads, what is left, and that the run goes on. More is in test_resume.py."""
 
 from __future__ import annotations
 
@@ -161,10 +161,11 @@ def test_a_run_survives_the_core_and_nothing_survives_the_run(recipe: Path, tmp_
     assert gone(processes, 5)
 
 
-def test_a_trainer_that_dies_ends_the_run_with_the_reason(recipe: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    run = start(recipe, folder, "--set", "run.steps=200", "--set", "tasks.heldout={}", prefix=TORCHRUN)
-    wait_for(run, lambda: lines_of(folder) >= 1)
+def test_a_trainer_that_dies_ends_the_run_with_the_reason_and_one_goes_on_alone(recipe: Path, tmp_path: Path) -> None:
+    folder, whole = tmp_path / "run", ("--set", "tasks.heldout={}")
+    sharded = ("--set", "run.steps=200", "--set", "train.sharded=true")
+    run = start(recipe, folder, *whole, *sharded, prefix=TORCHRUN)
+    wait_for(run, lambda: lines_of(folder) >= 3)
     processes = below(run.pid)
     trainers = sorted(pid for pid, line in processes.items() if "rlvr run" in line and "torchrun" not in line)
     [follower] = [pid for pid in trainers if not below(pid)]
@@ -173,6 +174,12 @@ def test_a_trainer_that_dies_ends_the_run_with_the_reason(recipe: Path, tmp_path
     assert code != 0
     assert "lost the others while" in errors or "SIGKILL" in errors
     assert gone(processes)
+    done = lines_of(folder)
+    steps = ("--max-steps", str(done + 2), "--allow-change", "run.steps", "--allow-change", "train.sharded")
+    resumed(recipe, folder, *whole, *steps)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, done + 3))
+    assert all(line["sync/canary"] < 1e-3 for line in lines)
 
 
 def test_a_read_only_folder_is_refused_before_anything_is_loaded(recipe: Path, small_disk: Path) -> None:
@@ -221,3 +228,33 @@ def test_two_runs_at_once_come_out_alike(recipe: Path, tmp_path: Path) -> None:
     for code, out, errors in map(finish, runs):
         assert code == 0, (out, errors)
     assert facts(tmp_path / "one") == facts(tmp_path / "two")
+
+
+def test_ctrl_c_twice_ends_a_run_now(recipe: Path, tmp_path: Path) -> None:
+    run = start(recipe, tmp_path / "run", "--set", "rollout.prompts_per_step=48", "--set", "tasks.heldout={}")
+    wait_for(run, lambda: lines_of(tmp_path / "run") >= 1)
+    children = below(run.pid)
+    assert any("engine.rollout.worker" in line for line in children.values())
+    assert any("nsjail" in line for line in children.values())
+    os.kill(run.pid, signal.SIGINT)
+    assert run.stderr is not None
+    while "stopping" not in run.stderr.readline():
+        assert run.poll() is None
+    os.kill(run.pid, signal.SIGINT)
+    code, out, errors = finish(run)
+    assert code == 130, (out, errors)
+    assert "interrupted" in errors
+    assert "Traceback" not in errors
+    assert gone(children)
+    assert not list((tmp_path / "run").glob("checkpoints/*.part"))
+
+
+def test_a_canary_that_fails_stops_the_run_before_it_trains(recipe: Path, tmp_path: Path) -> None:
+    """No sampler agrees with its trainer to 1e-12 nats."""
+    run = start(recipe, tmp_path / "run", "--set", "sync.tolerance=1e-12")
+    code, out, errors = finish(run)
+    assert code == 1, (out, errors)
+    assert "CanaryError: after the sync of version 0 trainer and sampler differ by" in errors
+    assert "sync.tolerance is 1e-12" in errors
+    assert lines_of(tmp_path / "run") == 0
+    assert not any((tmp_path / "run" / name).exists() for name in ("adapter", "checkpoints", "summary.json"))

@@ -11,6 +11,7 @@ from tests.small import below
 
 PR_SET_CHILD_SUBREAPER = 36
 SECONDS = 30.0
+SHARED = "/dev/shm/"
 
 
 class Left:
@@ -39,7 +40,13 @@ class Left:
 
     @staticmethod
     def _shared() -> set[str]:
-        return {path.name for path in Path("/dev/shm").iterdir()}
+        """The segments' names, without those that a living process holds which is none of ours."""
+        names = {path.name for path in Path(SHARED).iterdir()}
+        ours = {os.getpid(), *below(os.getpid())}
+        for folder in Path("/proc").glob("[0-9]*"):
+            if names and int(folder.name) not in ours:
+                names -= held(folder)
+        return names
 
     @staticmethod
     def _reap() -> None:
@@ -48,3 +55,13 @@ class Left:
                 pass
         except ChildProcessError:
             pass  # there is none
+
+
+def held(process: Path) -> set[str]:
+    """The shared memory segments that a process, a folder in /proc, has mapped or open."""
+    try:
+        places = [line.split(maxsplit=5)[-1] for line in (process / "maps").read_text().splitlines()]
+        places += [os.readlink(link) for link in (process / "fd").iterdir()]
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return set()  # it ended while we looked, or is another user's
+    return {place.removeprefix(SHARED).split("/")[0] for place in places if place.startswith(SHARED)}
