@@ -28,7 +28,7 @@ fast: setup
 	@$(RUN) $(PYTEST) -m "not slow"
 
 # The kills and the other ends side by side, a core for each; then the soak. Named one by one: plain pytest does not
-# collect them. The kills' table is printed as it grows (-s), the others' lines whole as each ends (-n 1).
+# collect them. The kills' table is printed as it grows (-s), what the other ends said once they are through.
 faults: setup
 	@mkdir -p runs
 	@$(MAKE) --no-print-directory -j 2 kills ends
@@ -38,7 +38,8 @@ kills:
 	@$(RUN) python -m pytest -s tests/faults/kills.py
 
 ends:
-	@$(RUN) python -m pytest -vv -n 1 tests/faults/ends.py
+	@$(RUN) python -m pytest -vv --durations 0 --durations-min 5 tests/faults/ends.py > runs/ends.log 2>&1; \
+	code=$$?; cat runs/ends.log; exit $$code
 
 cluster: setup
 	@$(RUN) python -c "import ray" 2> /dev/null || { echo "cluster: installing Ray"; $(RUN) pip install -q -e ".[cluster]"; }

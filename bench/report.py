@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from engine.imports import WAITING
 from kernels.dispatch import cpu_has_fast_bf16
 
 PEERS = ("torch", "transformers", "trl", "peft", "liger-kernel", "cut-cross-entropy")
@@ -56,9 +57,9 @@ def resident(field: str) -> float:
 
 def in_a_process(script: Path, arguments: Sequence[str], *, threads: int, limit: float) -> Answer | str:
     """What `script` prints as its last line, JSON, in a fresh interpreter; or in one line why there is nothing."""
-    environment = os.environ | {
+    environment = os.environ | WAITING
+    environment |= {
         "OMP_NUM_THREADS": str(threads),
-        "OMP_WAIT_POLICY": "passive",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
         "PYTHONWARNINGS": "ignore",

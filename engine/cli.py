@@ -13,6 +13,7 @@ import click
 
 from engine import recipe_file
 from engine.errors import InputError, RunError
+from engine.imports import WAITING
 from sandbox import VERDICTS, SandboxError
 
 
@@ -394,5 +395,5 @@ def _terminate(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-# Threads that wait must sleep: sampler and trainer share the cores. Read by libgomp when torch is first imported.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+for _name, _value in WAITING.items():
+    os.environ.setdefault(_name, _value)

@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Protocol
 
+from engine.imports import WAITING
 from engine.rollout.group import await_end
 from engine.rollout.messages import SamplerConfig
 
@@ -184,10 +185,8 @@ def child_environment(device: str, threads: int) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), environment.get("PYTHONPATH")])),
     }
     if device == "cpu":
-        # Trainer and sampler take turns on the same cores: a spinning barrier would steal the other's time.
-        environment |= {
+        environment = WAITING | environment | {
             "OMP_NUM_THREADS": str(threads),
-            "OMP_WAIT_POLICY": "passive",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             # Nothing is compiled on a CPU but one line that counts ranks, which nobody reads: 2 s and a C++ compiler.
             "TORCHDYNAMO_DISABLE": "1",
