@@ -228,8 +228,11 @@ class Parts:
 
     def _evaluate(self, console: Console, when: str) -> dict[str, SuiteResult]:
         results = {}
+        samples = self.recipe.eval.samples
+        # All are asked at once: the last answers of a suite alone would leave a sampler half empty.
+        asked = {name: self._submit(tasks, samples, f"eval-{name}") for name, tasks in self.suites.items()}
         for name, tasks in self.suites.items():
-            groups = self.sample_and_grade(tasks, self.recipe.eval.samples, f"eval-{name}", {})
+            groups = [future.result().members for future in asked[name]]
             advantages = self.trainer.advantages(groups)
             self.record.rollouts(f"{name}-{when.replace(' ', '-')}", Sampled(groups, advantages, (), 1, 0), self.tasks)
             results[name] = suite_result(name, tasks, [answer_of(item) for group in groups for item in group])

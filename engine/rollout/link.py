@@ -191,7 +191,7 @@ def child_environment(device: str, threads: int) -> dict[str, str]:
             | {
                 "OMP_NUM_THREADS": str(threads),
                 "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-                # Nothing is compiled on a CPU but one line that counts ranks, which nobody reads: 2 s and a C++ compiler.
+                # All that would be compiled is a line that counts ranks, which nobody reads: 2 s and a C++ compiler.
                 "TORCHDYNAMO_DISABLE": "1",
             }
         )
