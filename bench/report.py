@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from engine.imports import WAITING
+from engine.imports import TURNS, WAITING
 from kernels.dispatch import cpu_has_fast_bf16
 
 PEERS = ("torch", "transformers", "trl", "peft", "liger-kernel", "cut-cross-entropy")
@@ -57,7 +57,7 @@ def resident(field: str) -> float:
 
 def in_a_process(script: Path, arguments: Sequence[str], *, threads: int, limit: float) -> Answer | str:
     """What `script` prints as its last line, JSON, in a fresh interpreter; or in one line why there is nothing."""
-    environment = os.environ | WAITING
+    environment = os.environ | WAITING | TURNS
     environment |= {
         "OMP_NUM_THREADS": str(threads),
         "TOKENIZERS_PARALLELISM": "false",

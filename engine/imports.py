@@ -6,12 +6,11 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-WAITING = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "20000"}
-"""For libgomp, which reads it when torch is imported: a thread without work spins for a while, then sleeps.
-
-Trainer and sampler share the cores, so not for long; but with no spinning at all each of the hundreds of products
-of a forward wakes its threads anew: a step of the quickstart takes a tenth longer.
-"""
+WAITING = {"OMP_WAIT_POLICY": "passive"}
+"""For libgomp, which reads it when torch is imported: threads that wait sleep, since several processes share the cores."""
+TURNS = {"GOMP_SPINCOUNT": "20000"}
+"""Where trainer and sampler take turns, a thread may spin a moment before it sleeps: each of a forward's hundreds of
+products wakes its threads anew otherwise, a tenth of a quickstart's step. Where they run at once, it costs more."""
 
 
 @contextmanager

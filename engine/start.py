@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from engine.errors import InputError, RunError
-from engine.imports import without_collector
+from engine.imports import TURNS, without_collector
 from engine.preflight import require, require_devices
 from engine.recipe import Recipe
 from engine.record.folder import choose_folder, create_folder
@@ -58,6 +58,9 @@ def start(
     """
     if _rank_and_world()[0] > 0:
         return follow(recipe)
+    if recipe.rollout.max_lag == 0 and len(recipe.samplers) == _rank_and_world()[1] == 1:
+        for name, value in TURNS.items():
+            os.environ.setdefault(name, value)  # before torch is imported, and for the sampler
     folder = choose_folder(recipe, output, resume=resume)
     going_on = resume and folder.exists()
     with ExitStack() as stack:
