@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 WAITING = {"OMP_WAIT_POLICY": "passive"}
-"""For libgomp, which reads it when torch is imported: threads that wait sleep, since several processes share the cores."""
+"""For libgomp, which reads it when torch is imported: threads that wait sleep, for processes share the cores."""
 TURNS = {"GOMP_SPINCOUNT": "20000"}
 """Where trainer and sampler take turns, a thread may spin a moment before it sleeps: each of a forward's hundreds of
 products wakes its threads anew otherwise, a tenth of a quickstart's step. Where they run at once, it costs more."""
