@@ -36,7 +36,8 @@ def test_a_killed_run_goes_on_to_the_bit(recipe: Path, tmp_path: Path) -> None:
         assert other[0] == 2
         assert f"process id {run.pid}" in other[2]
         children = below(run.pid)
-        assert any("engine.rollout.worker" in line for line in children.values())
+        sampler = next(pid for pid, line in children.items() if "engine.rollout.worker" in line)
+        assert b"GOMP_SPINCOUNT" in Path(f"/proc/{sampler}/environ").read_bytes()  # it and the trainer take turns
         assert any("nsjail" in line for line in children.values())
     finally:
         run.kill()

@@ -193,6 +193,8 @@ def test_groups_sampled_ahead_are_sampled_again(recipe: Path, tmp_path: Path) ->
     folder, ahead = tmp_path / "run", ("--set", "rollout.max_lag=2")
     run = start(recipe, folder, *ahead)
     wait_for(run, lambda: lines_of(folder) >= 5)
+    sampler = next(pid for pid, line in below(run.pid).items() if "engine.rollout.worker" in line)
+    assert b"GOMP_SPINCOUNT" not in Path(f"/proc/{sampler}/environ").read_bytes()  # trainer and sampler work at once
     run.kill()
     run.communicate()
     resumed(recipe, folder, *ahead)
