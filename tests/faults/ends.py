@@ -204,8 +204,12 @@ def test_groups_sampled_ahead_are_sampled_again(recipe: Path, tmp_path: Path) ->
             rows = [json.loads(line) for line in file]
         trained.update(row["task"] for row in rows if row["member"] == 0)
         assert all(0 <= step - 1 - row["version"] <= 2 for row in rows)
-    taken = Curriculum(load_tasks("generated:train"), seed=3).take(12 * 4)
-    assert trained == Counter(task.id for task in taken)  # none is lost, none comes twice
+    # On a busy machine a group may be overtaken until it is too old: it is dropped, counted and replaced by the next.
+    last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+    dropped = int(last["groups/too_old"])
+    taken = Counter(task.id for task in Curriculum(load_tasks("generated:train"), seed=3).take(12 * 4 + dropped))
+    assert trained <= taken  # none comes twice
+    assert (taken - trained).total() == dropped  # none is lost
 
 
 def test_a_killed_sampler_is_replaced_and_the_run_goes_on(recipe: Path, tmp_path: Path) -> None:
