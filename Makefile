@@ -30,14 +30,14 @@ fast: setup
 # The kills and the other ends side by side, a core for each; then the soak. Named one by one: plain pytest does not
 # collect them. The kills' table is printed as it grows (-s), what the other ends said once they are through.
 faults: setup
-	@mkdir -p runs
 	@$(MAKE) --no-print-directory -j 2 kills ends
 	@$(RUN) python bench/soak.py --json runs/soak.json --steps 300
 
-kills:
+kills: setup
 	@$(RUN) python -m pytest -s tests/faults/kills.py
 
-ends:
+ends: setup
+	@mkdir -p runs
 	@$(RUN) python -m pytest -vv --durations 0 --durations-min 5 tests/faults/ends.py > runs/ends.log 2>&1; \
 	code=$$?; cat runs/ends.log; exit $$code
 

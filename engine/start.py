@@ -58,7 +58,7 @@ def start(
     """
     if _rank_and_world()[0] > 0:
         return follow(recipe)
-    if recipe.rollout.max_lag == 0 and len(recipe.samplers) == _rank_and_world()[1] == 1:
+    if _take_turns(recipe):
         for name, value in TURNS.items():
             os.environ.setdefault(name, value)  # before torch is imported, and for the sampler
     folder = choose_folder(recipe, output, resume=resume)
@@ -100,6 +100,12 @@ def _joined(recipe: Recipe) -> AbstractContextManager[Sequence[Node]]:
 def _rank_and_world() -> tuple[int, int]:
     """This trainer's number and how many torchrun or Ray started; (0, 1) without them."""
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _take_turns(recipe: Recipe) -> bool:
+    """Whether one sampler and one trainer share this machine, and only one of them works at a time."""
+    alone = recipe.cluster is None and len(recipe.samplers) == 1 and _rank_and_world()[1] == 1
+    return alone and recipe.rollout.max_lag == 0
 
 
 def follow(recipe: Recipe) -> None:

@@ -185,16 +185,13 @@ def child_environment(device: str, threads: int) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), environment.get("PYTHONPATH")])),
     }
     if device == "cpu":
-        environment = (
-            WAITING
-            | environment
-            | {
-                "OMP_NUM_THREADS": str(threads),
-                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-                # All that would be compiled is a line that counts ranks, which nobody reads: 2 s and a C++ compiler.
-                "TORCHDYNAMO_DISABLE": "1",
-            }
-        )
+        environment = WAITING | environment
+        environment |= {
+            "OMP_NUM_THREADS": str(threads),
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            # All that would be compiled is a line that counts ranks, which nobody reads: 2 s and a C++ compiler.
+            "TORCHDYNAMO_DISABLE": "1",
+        }
     else:
         environment["CUDA_VISIBLE_DEVICES"] = device.rpartition(":")[2]
     return environment
