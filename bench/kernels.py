@@ -4,7 +4,9 @@ Every measurement runs in a process of its own with one thread, rounds interleav
 are CPU seconds (wall seconds beside), memory is the peak resident size over what stood before the call. Peers
 come from the extra `bench` (trl, liger-kernel, cut-cross-entropy); one that is missing is said to be missing.
 The fraction is of the best rate a plain matrix product of the same width reached in this run, in either
-dtype. Errors are against float64, relative L2, on a sample of rows.
+dtype, on operands that stay in cache; `products` are the case's own two products, whole, with logits and all: what
+the same library takes for them where the weight comes from memory. Errors are against float64, relative L2, on a
+sample of rows.
 
 The head's cases run forward and dH with a frozen weight at temperature 0.9 on random rows. On a CPU without
 bf16 products PyTorch's bf16 takes minutes where fp32 takes seconds, so there the bf16 case has fewer tokens.
@@ -73,7 +75,8 @@ CASES = (*HEADS, *LINEARS, *ATTENTIONS)
 def implementations(case: str) -> tuple[str, ...]:
     """What runs in a case, ours first."""
     if case in HEADS:
-        return (*HEADS[case].impls, "gemm")
+        plain = ("products",) if HEADS[case].dtype == "float32" or cpu_has_fast_bf16() else ()
+        return (*HEADS[case].impls, *plain, "gemm")
     return ("ours", "peft", "frozen") if case in LINEARS else ("ours", "padded_sdpa", "dense_mask")
 
 
@@ -131,6 +134,14 @@ def run_head(case: Head, impl: str) -> dict[str, float]:
 
     if impl == "gemm":
         return {"gflops": gemm_rate(case)}
+    if impl == "products":
+        logits, back = torch.empty(case.tokens, case.vocab, dtype=dtype), torch.empty_like(hidden)
+
+        def products() -> None:
+            torch.mm(hidden.detach(), weight.T, out=logits)
+            torch.mm(logits, weight, out=back)
+
+        return measure(products, 1 if large else 2, warm=True)
     if impl == "ours":
 
         def loss() -> torch.Tensor:
@@ -356,6 +367,7 @@ def targets(rows: list[Row]) -> list[Target]:
         add(f"{case}: memory over liger_grpo", over(case, "liger_grpo", "peak_mb"), 2.0, "lower")
     for case in ("qwen3_4b_head_fp32", "qwen3_4b_head_bf16"):
         add(f"{case}: fraction of the GEMM rate", value(rows, case, "ours", "fraction"), 0.9, "higher")
+        add(f"{case}: time over its two plain products", over(case, "products", "cpu_s"), 1 / 0.9, "lower")
         for impl in ("cce_compile", "liger_grpo"):
             add(f"{case}: time over {impl}", over(case, impl, "cpu_s"), 1.03, "lower")
     for case, limit in (("lora_qkv", 0.12), ("lora_gate_up", 0.09)):
