@@ -184,7 +184,8 @@ class _Linears(torch.autograd.Function):
                 d_part.copy_(torch.mm(g, pair[1].to(dtype)).mul_(scale))
                 if d_x is not None:
                     d_x.add(g, weight.detach().to(dtype)).addmm_(d_part, a)
-            d_bs.append(torch.mm(g.T, part).mul_(scale).to(pair[1].dtype))
+            # Its transpose: the same sums in the same order, and BLAS is faster where the long side is the columns.
+            d_bs.append(torch.mm(part.T, g).mul_(scale).to(pair[1].dtype).T.contiguous())
         grads: list[torch.Tensor | None] = []
         if flat:
             d_as = torch.mm(d_u.T, wide_x).split(ranks)
