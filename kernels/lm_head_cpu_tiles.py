@@ -21,7 +21,7 @@ from kernels.dispatch import cpu_compute_dtype
 from kernels.lm_head import HeadOptions
 from kernels.lm_head_driver import HeadKernel, Rows, combine
 
-CHUNK = 256  # rows; see bench/kernels.py for the sweep
+CHUNK = 256  # rows; 512 are no faster and take twice the room (docs/decisions.md)
 TILE = 2048  # columns: 2 MiB of fp32 logits for 256 rows, in cache between the product and what is made of it
 BLOCK = 1 << 18  # elements of fp32 arithmetic at a time
 
