@@ -298,12 +298,7 @@ def child(case: str, impl: str) -> dict[str, float]:
     return run_linears(case, impl) if case in LINEARS else run_attention(case, impl)
 
 
-UNITS = {
-    "cpu_s": "s",
-    "wall_s": "s",
-    "peak_mb": "MB",
-    "error": "relative",
-    "gflops": "GFLOP/s",
+UNITS = {"cpu_s": "s", "wall_s": "s", "peak_mb": "MB", "error": "relative", "gflops": "GFLOP/s"} | {
     "fraction": "of GEMM",
     "overhead": "of frozen",
 }

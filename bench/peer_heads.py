@@ -9,11 +9,11 @@ import torch
 
 HEAD_PEERS = ("naive", "trl_selective", "trl_chunked", "cce_compile", "liger_grpo")
 
-Head = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+HeadFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """A function of hidden `[tokens, width]`, weight `[vocab, width]` and targets `[tokens]`."""
 
 
-def head_logprobs(impl: str, temperature: float) -> Head:
+def head_logprobs(impl: str, temperature: float) -> HeadFunction:
     """A peer's log-probs `[tokens]`. Raises ImportError where it is not installed, ValueError for a name it isn't."""
     if impl == "naive":
         return lambda h, w, t: ((h @ w.T).float() / temperature).log_softmax(-1).gather(1, t[:, None]).squeeze(1)
@@ -29,7 +29,7 @@ def head_logprobs(impl: str, temperature: float) -> Head:
     raise ValueError(f"no head implementation {impl!r}")
 
 
-def liger_loss(advantages: torch.Tensor, temperature: float) -> Head:
+def liger_loss(advantages: torch.Tensor, temperature: float) -> HeadFunction:
     """Liger's GRPO loss of sequences of equal length, advantages `[sequences]`; a scalar.
 
     Raises ImportError where Liger is not installed.
@@ -41,9 +41,8 @@ def liger_loss(advantages: torch.Tensor, temperature: float) -> Head:
 
     def loss(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         shape = (len(advantages), len(targets) // len(advantages))
-        value: torch.Tensor = grpo(hidden.view(*shape, -1), weight, targets.view(shape), torch.ones(shape), advantages)[
-            0
-        ]
+        states, mask = hidden.view(*shape, -1), torch.ones(shape)
+        value: torch.Tensor = grpo(states, weight, targets.view(shape), mask, advantages)[0]
         return value
 
     return loss
