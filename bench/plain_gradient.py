@@ -90,8 +90,23 @@ class PlainLora(torch.nn.Module):
         return out
 
 
-def plain_gradient(work: Work, model_dir: Path, lora: Lora, dtype: torch.dtype) -> torch.Tensor:
-    """The factors' gradient, flat and in float64, of a plain model in `dtype` that sees each sequence alone."""
+@torch.no_grad()
+def move_frozen(model: Any, seed: int) -> None:
+    """Change every weight of the projections by -2^-23, 0 or 2^-23 of itself, about a unit of fp32's last place."""
+    source = torch.Generator().manual_seed(seed)
+    for name, weight in model.named_parameters():
+        if "proj" in name and "lora" not in name:
+            units = torch.randint(-1, 2, weight.shape, generator=source)
+            weight.add_(weight * units.to(weight.dtype), alpha=2.0**-23)
+
+
+def plain_gradient(
+    work: Work, model_dir: Path, lora: Lora, dtype: torch.dtype, moved: int | None = None
+) -> torch.Tensor:
+    """The factors' gradient, flat and in float64, of a plain model in `dtype` that sees each sequence alone.
+
+    moved: a seed for `move_frozen`.
+    """
     # transformers' eager softmax and its norms round to fp32 whatever the model's dtype: a float64 model needs others.
     attention = "sdpa" if dtype == torch.float64 else "eager"
     model = AutoModelForCausalLM.from_pretrained(
@@ -99,6 +114,8 @@ def plain_gradient(work: Work, model_dir: Path, lora: Lora, dtype: torch.dtype) 
     ).requires_grad_(False)
     if dtype == torch.float64:
         _widen_norms(model)
+    if moved is not None:
+        move_frozen(model, moved)
     wide = torch.promote_types(dtype, torch.float32)
     layers = []
     for name, module in list(model.named_modules()):

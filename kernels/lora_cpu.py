@@ -20,6 +20,8 @@ import torch
 from kernels.dispatch import cpu_compute_dtype
 from kernels.lora import Factors
 
+CHUNK_ROWS = 512  # rows of an upstream gradient that two products read one after the other, from cache
+
 
 def linears(
     x: torch.Tensor,
@@ -114,9 +116,17 @@ class _InputGradient:
         return self.rows
 
     def add_merged(
-        self, g: torch.Tensor, weight: torch.Tensor, factor: tuple[torch.Tensor, torch.Tensor], scale: float
-    ) -> torch.Tensor:
-        """Add g (W + scale B A); g B `[tokens, r]`, valid until the next call."""
+        self,
+        g: torch.Tensor,
+        weight: torch.Tensor,
+        factor: tuple[torch.Tensor, torch.Tensor],
+        scale: float,
+        u: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add g (W + scale B A); g B `[tokens, r]`, valid until the next call, and u^T g `[r, out]`.
+
+        g is the largest thing that is read here, so both products take it in chunks that stay in cache in between.
+        """
         (a, b), dtype = factor, self._wide.dtype
         right = torch.empty(weight.shape[0], self.width + b.shape[1], dtype=dtype)
         right[:, self.width :] = b
@@ -124,9 +134,13 @@ class _InputGradient:
         into = self._wide[:, : right.shape[1]]
         if self._started:
             into[:, self.width :].zero_()  # else nothing of `into` is read
-        torch.addmm(into, g, right, beta=int(self._started), out=into)
+        u_g = torch.empty(u.shape[1], weight.shape[0], dtype=dtype)
+        for start in range(0, g.shape[0], CHUNK_ROWS):
+            rows = slice(start, start + CHUNK_ROWS)
+            torch.addmm(into[rows], g[rows], right, beta=int(self._started), out=into[rows])
+            torch.addmm(u_g, u[rows].T, g[rows], beta=int(start > 0), out=u_g)
         self._started = True
-        return into[:, self.width :]
+        return into[:, self.width :], u_g
 
 
 class _Linears(torch.autograd.Function):
@@ -179,13 +193,15 @@ class _Linears(torch.autograd.Function):
                 continue
             part, d_part, a = next(columns)
             if d_x is not None and merges(tokens, weight, dtype):
-                torch.mul(d_x.add_merged(g, weight, pair, scale), scale, out=d_part)
+                g_b, u_g = d_x.add_merged(g, weight, pair, scale, part)
+                torch.mul(g_b, scale, out=d_part)
             else:
                 d_part.copy_(torch.mm(g, pair[1].to(dtype)).mul_(scale))
                 if d_x is not None:
                     d_x.add(g, weight.detach().to(dtype)).addmm_(d_part, a)
-            # Its transpose: the same sums in the same order, and BLAS is faster where the long side is the columns.
-            d_bs.append(torch.mm(part.T, g).mul_(scale).to(pair[1].dtype).T.contiguous())
+                u_g = torch.mm(part.T, g)
+            # B's gradient's transpose has the same sums in the same order, and is the faster way round for BLAS.
+            d_bs.append(u_g.mul_(scale).to(pair[1].dtype).T.contiguous())
         grads: list[torch.Tensor | None] = []
         if flat:
             d_as = torch.mm(d_u.T, wide_x).split(ranks)
