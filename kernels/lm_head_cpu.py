@@ -11,7 +11,17 @@ import torch
 
 from kernels.dispatch import cpu_compute_dtype
 from kernels.lm_head import HeadOptions, LossOfRows
-from kernels.lm_head_cpu_tiles import BLOCK, CHUNK, TILE, TiledHead, statistics, to_exponentials, to_gradient
+from kernels.lm_head_cpu_tiles import (
+    BLOCK,
+    CHUNK,
+    TILE,
+    TiledHead,
+    add_product,
+    scaled_product,
+    statistics,
+    to_exponentials,
+    to_gradient,
+)
 from kernels.lm_head_driver import Logprobs, Loss, Rows, Sums
 
 
@@ -44,7 +54,8 @@ class CpuHead(TiledHead):
             x, target, a, stats = x[picked], target[picked], a[picked], stats.pick(picked)
             u, b = (None if u is None else u[picked]), (None if b is None else b[picked])
             rows = picked + rows.start if isinstance(rows, slice) else rows[picked]
-        d_x = torch.zeros(x.shape, dtype=self.wide) if sums.hidden is not None else None
+        simple = self.native and not self.keeps_products and b is None and sums.weight is None
+        d_x = torch.zeros(x.shape, dtype=self.wide) if sums.hidden is not None and not simple else None
         d_u = torch.zeros(u.shape, dtype=self.wide) if u is not None else None
         for j, columns in self.tiles():
             w = self.rows_of_weight(columns)
@@ -53,8 +64,11 @@ class CpuHead(TiledHead):
                 tile, peak = tile if whole else tile[picked], stats.tile_peak[j]
             else:
                 tile, peak = self.product(x, w, j, columns), stats.peak
-                if not self.native:
+                if not self.keeps_products:
                     to_exponentials(self, tile, u, columns, stats)
+            if simple:
+                d_x = scaled_product(tile, w, stats, a, target)
+                continue
             g = to_gradient(self, tile, peak, u, stats, a, b, target, columns)
             self.multiply(g, w, x, u, columns, d_x, d_u, sums)
         if d_u is not None and self.a is not None:
@@ -78,7 +92,7 @@ class CpuHead(TiledHead):
             if g.dtype == d_x.dtype:
                 d_x.addmm_(g, w)
             else:
-                d_x.add_(torch.mm(g, w))
+                add_product(d_x, g, w)
         if sums.weight is not None:
             # A bf16 product would round every chunk's share of the sum: widened, some columns at a time.
             wide_x = x.to(self.wide)

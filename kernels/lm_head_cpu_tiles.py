@@ -1,14 +1,16 @@
 """The head's arithmetic on one tile of the vocabulary, on a CPU, in two forms.
 
-Wide (fp32 or float64 products): a tile's logits are replaced, while in cache, by e = exp(z - m) with m the
-row's largest logit of that tile, and m, sum(e) and sum(e * (z - m)) are kept. From those few numbers a row's
-logsumexp and entropy follow, and p = e * exp(m - lse) is one multiplication away: the gradient needs no
-second exponential.
+A tile's logits are replaced by e = exp(z - m) with m the row's largest logit of that tile, and m, sum(e) and
+sum(e * (z - m)) are kept. From those few numbers a row's logsumexp and entropy follow, and p = e * exp(m - lse)
+is one multiplication away: the gradient needs no second exponential.
 
-Native (bf16 products, on CPUs that have them): the tile is the whole vocabulary and holds the products as the
-library rounded them; everything else happens in fp32 on blocks of a few rows that stay in cache, once for the
-statistics and once for the gradient, which goes back into the same place. One rounding each, as in plain
-PyTorch.
+Wide (fp32 or float64 products): a tile is some columns that stay in cache.
+
+Native (bf16 products, on CPUs that have them): the tile is the whole vocabulary, and the arithmetic happens in fp32
+on blocks of a few rows that stay in cache; e goes back rounded, into the products' place. Where the gradient's rows
+are multiples of those of e but for the target's column, which is the usual case, e itself is multiplied with the
+weight and the rows are scaled afterwards (`scaled_product`). With a soft-cap or LoRA on the head the products stay
+instead and e is formed twice: a gradient that needs the logits back would feel the rounding of e.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from kernels.lm_head import HeadOptions
 from kernels.lm_head_driver import HeadKernel, Rows, combine
 
 CHUNK = 256  # rows; 512 are no faster and take twice the room (docs/decisions.md)
+NATIVE_COLUMNS = 8192  # of a bf16 product with the weight: some per cent faster than the whole vocabulary at once
 TILE = 2048  # columns: 2 MiB of fp32 logits for 256 rows, in cache between the product and what is made of it
 BLOCK = 1 << 18  # elements of fp32 arithmetic at a time
 
@@ -43,6 +46,7 @@ class TiledHead(HeadKernel):
     ) -> None:
         super().__init__(weight, a, b, options, cpu_compute_dtype(weight.dtype), keep=keep)
         self.native = self.dtype != self.wide
+        self.keeps_products = self.native and (options.softcap is not None or a is not None)
         self.tile = weight.shape[0] if self.native else min(TILE, weight.shape[0])
         self.count = -(-weight.shape[0] // self.tile)
         rows = min(self.chunk, tokens)
@@ -85,11 +89,15 @@ class TiledHead(HeadKernel):
         return self.hot[: rows * (columns.stop - columns.start)].view(rows, -1)
 
     def product(self, x: torch.Tensor, w: torch.Tensor, j: int, columns: slice) -> torch.Tensor:
-        """Wide: `x @ w.T` over the soft-cap or temperature, in the hot tile. Native: as it is, in tile j."""
+        """Wide: `x @ w.T` over the soft-cap or temperature, in the hot tile. Native: undivided, in tile j."""
         if self.native:
             return torch.mm(x, w.T, out=self.buffer(j, x.shape[0], columns))
         z = torch.mm(x, w.T, out=self.hot_tile(x.shape[0], columns))
         # Not as the product's alpha: BLAS may fold that into the operands, which doubled the error.
+        return self.divided(z)
+
+    def divided(self, z: torch.Tensor) -> torch.Tensor:
+        """Products over the soft-cap or temperature, in place."""
         return z if self.divisor == 1 else z.div_(self.divisor)
 
     def finish(self, z: torch.Tensor, u: torch.Tensor | None, columns: slice) -> torch.Tensor:
@@ -107,7 +115,7 @@ class TiledHead(HeadKernel):
 
 
 def statistics(head: TiledHead, x: torch.Tensor, u: torch.Tensor | None, target: torch.Tensor) -> Rows:
-    """One pass over the vocabulary; leaves exponentials (wide) or products (native) in the head's buffers.
+    """One pass over the vocabulary; leaves exponentials in the head's buffers.
 
     x `[rows, width]` in the compute dtype, u `[rows, r]` = x A^T in the wide one, target int64 `[rows]`.
     """
@@ -123,9 +131,11 @@ def statistics(head: TiledHead, x: torch.Tensor, u: torch.Tensor | None, target:
             _fold(tile, head.buffer(j, n, columns), peak[j], total[j], moment[j])
             continue
         for rows, z, e in head.blocks(tile):
-            head.finish(z.copy_(tile[rows]).div_(head.divisor), None if u is None else u[rows], columns)
+            head.finish(head.divided(z.copy_(tile[rows])), None if u is None else u[rows], columns)
             chosen[rows] = z.gather(1, target[rows, None]).squeeze(1)
             _fold(z, e, peak[j, rows], total[j, rows], moment[j, rows])
+            if head.keep and not head.keeps_products:
+                tile[rows] = e
     return combine(peak, total, moment, chosen)
 
 
@@ -142,8 +152,34 @@ def _targets_here(target: torch.Tensor, columns: slice) -> torch.Tensor:
 
 
 def to_exponentials(head: TiledHead, tile: torch.Tensor, u: torch.Tensor | None, columns: slice, stats: Rows) -> None:
-    """A recomputed wide product becomes exp(z - peak) in place."""
-    head.finish(tile, u, columns).sub_(stats.peak[:, None]).exp_()
+    """A recomputed product becomes exp(z - peak) in place."""
+    if not head.native:
+        head.finish(tile, u, columns).sub_(stats.peak[:, None]).exp_()
+        return
+    for rows, z, e in head.blocks(tile):
+        head.finish(head.divided(z.copy_(tile[rows])), None if u is None else u[rows], columns)
+        tile[rows] = torch.exp(z.sub_(stats.peak[rows, None]), out=e)
+
+
+def add_product(d_x: torch.Tensor, tile: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Add tile @ w of a native tile to d_x `[rows, width]`, which is fp32, in place."""
+    for g, part in zip(tile.split(NATIVE_COLUMNS, dim=1), w.split(NATIVE_COLUMNS), strict=True):
+        d_x.add_(torch.mm(g, part))
+    return d_x
+
+
+def scaled_product(
+    tile: torch.Tensor, w: torch.Tensor, stats: Rows, a: torch.Tensor, target: torch.Tensor
+) -> torch.Tensor:
+    """dL/dx `[rows, width]` in fp32 from a native tile of exponentials (overwritten) whose rows have a target each.
+
+    dL/dx = a (w_target - p W) = a ((1 - p_target) w_target - p' W) with p' = p but 0 at the target. The first form
+    would take the difference of two nearly equal rows, one of them rounded, where the target is likely.
+    """
+    tile[torch.arange(len(target)), target] = 0
+    scale = -a * torch.exp(stats.tile_peak[0] - stats.peak - stats.log_sum)
+    d_x = add_product(torch.zeros(len(a), w.shape[1], dtype=a.dtype), tile, w).mul_(scale[:, None])
+    return d_x.addcmul_(w[target].to(a.dtype), (-a * torch.expm1(stats.logprob))[:, None])
 
 
 def to_gradient(
@@ -157,10 +193,10 @@ def to_gradient(
     target: torch.Tensor,
     columns: slice,
 ) -> torch.Tensor:
-    """dL/draw from a tile, in its place or in the hot tile.
+    """dL/draw from a tile of exp(z - tile_peak), or of products where the head keeps those, in its place or in the
+    hot tile.
 
-    tile: exp(z - tile_peak) (wide) or products (native); a, b: dL/dlogprob and dL/dentropy over the
-    temperature, `[rows]`, b None where it is zero everywhere.
+    a, b: dL/dlogprob and dL/dentropy over the temperature, `[rows]`, b None where it is zero everywhere.
     """
     shift = tile_peak - stats.peak - stats.log_sum
     here = _targets_here(target, columns)
@@ -169,10 +205,9 @@ def to_gradient(
         torch.mul(tile, (-a * torch.exp(shift))[:, None], out=g)
         return g.index_put_((here, target[here] - columns.start), a[here], accumulate=True)
     for rows, d, p in head.blocks(tile):
-        if head.native:
-            head.finish(d.copy_(tile[rows]).div_(head.divisor), None if u is None else u[rows], columns)
-            d.sub_(tile_peak[rows, None])
-            torch.exp(d, out=p)
+        if head.keeps_products:
+            head.finish(head.divided(d.copy_(tile[rows])), None if u is None else u[rows], columns)
+            torch.exp(d.sub_(tile_peak[rows, None]), out=p)
         else:
             p.copy_(tile[rows])
             # z - tile_peak; where e underflowed to 0 the probability is 0 and any finite value does.

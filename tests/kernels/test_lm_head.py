@@ -25,9 +25,20 @@ CASES = [
 ]
 
 
-def results(case: HeadCase, dtype: torch.dtype, impl: str, form: str) -> list[torch.Tensor]:
-    """loss, logprob, entropy and the gradients of hidden, weight and the factors, through either entry point."""
+BF16_AND_TRUTH = [(torch.float64, "reference"), (torch.bfloat16, "reference"), (torch.bfloat16, "cpu")]
+
+
+def results(
+    case: HeadCase, dtype: torch.dtype, impl: str, form: str, *, frozen: bool = False, likely: bool = False
+) -> list[torch.Tensor]:
+    """loss, logprob, entropy and the gradients of hidden, weight and the factors, through either entry point.
+
+    frozen: no gradient of the weight. likely: every target is its row's likeliest token.
+    """
     made = case.tensors(dtype)
+    made["weight"].requires_grad_(not frozen)
+    if likely:
+        made["targets"] = (made["hidden"].detach().double() @ made["weight"].detach().double().T).argmax(1)
     lora = (made["a"], made["b"], 1.7) if case.rank else None
     valid = made["valid"] if case.masked else None
 
@@ -48,7 +59,7 @@ def results(case: HeadCase, dtype: torch.dtype, impl: str, form: str) -> list[to
         logprob, entropy = token_logprobs(made["hidden"], made["weight"], made["targets"], **options)
         rows = slice(0, case.tokens) if valid is None else valid.nonzero().flatten()
         loss = objective(logprob[rows], entropy[rows], rows)
-    leaves = [made[name] for name in ("hidden", "weight", "a", "b") if name in made]
+    leaves = [made[n] for n in ("hidden", "weight", "a", "b") if n in made and made[n].requires_grad]
     grads = torch.autograd.grad(loss * -3.0, leaves)
     return [t.detach() for t in (loss, logprob, entropy)] + list(grads)
 
@@ -75,6 +86,31 @@ def test_bf16_is_as_exact_as_the_bf16_reference(case: HeadCase, form: str, bf16_
     for name, g, p, w in zip(names, got, peer, want, strict=False):
         if name != "loss":  # a sum whose error cancels by luck in either
             assert relative_error(g, w) <= 1.25 * relative_error(p, w), name
+
+
+FROZEN = [
+    HeadCase(entropy=0.0),
+    HeadCase(entropy=0.0, tokens=300, vocab=9001, masked=True),
+    HeadCase(entropy=0.0, spread=2.0),
+    HeadCase(entropy=0.01),
+    HeadCase(entropy=0.0, softcap=5.0),
+    HeadCase(entropy=0.0, rank=4),
+]
+
+
+@pytest.mark.parametrize("case", FROZEN, ids=str)
+@pytest.mark.parametrize("form", ["loss", "logprobs"])
+@pytest.mark.parametrize("likely", [False, True], ids=["any", "likely"])
+def test_under_a_frozen_bf16_weight_the_rows_gradients_are_as_exact(
+    case: HeadCase, form: str, likely: bool, bf16_products: str
+) -> None:
+    # Row by row: a likely target's gradient is small, the difference of two nearly equal rows of the weight.
+    found = [results(case, *how, form, frozen=True, likely=likely) for how in BF16_AND_TRUTH]
+    want, peer, got = (result[3].double() for result in found)  # the gradient of hidden
+    size = want.norm(dim=1)
+    assert bool((got[size == 0] == 0).all())
+    errors = [((x - want).norm(dim=1) / size)[size > 0].mean() for x in (got, peer)]
+    assert errors[0] <= 1.25 * errors[1]
 
 
 @settings(max_examples=30, deadline=None)
