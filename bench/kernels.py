@@ -3,10 +3,10 @@
 Every measurement runs in a process of its own with one thread, rounds interleave the implementations, times
 are CPU seconds (wall seconds beside), memory is the peak resident size over what stood before the call. Peers
 come from the extra `bench` (trl, liger-kernel, cut-cross-entropy); one that is missing is said to be missing.
-The fraction is of the best rate a plain matrix product of the same width reached in this run, in either
-dtype, on operands that stay in cache; `products` are the case's own two products, whole, with logits and all: what
-the same library takes for them where the weight comes from memory. Errors are against float64, relative L2, on a
-sample of rows.
+The fraction is of the best rate a plain matrix product of the same width reached in this run, on operands that stay
+in cache and in the dtype in which this CPU multiplies the case's; `products` are the case's own two products, whole,
+with logits and all: what the same library takes for them where the weight comes from memory. Errors are against
+float64, relative L2, on a sample of rows.
 
 The head's cases run forward and dH with a frozen weight at temperature 0.9 on random rows. On a CPU without
 bf16 products PyTorch's bf16 takes minutes where fp32 takes seconds, so there the bf16 case has fewer tokens.
@@ -34,7 +34,7 @@ import torch  # noqa: E402
 from bench.peer_heads import HEAD_PEERS, head_logprobs, liger_loss  # noqa: E402
 from bench.report import Answer, Row, Target, in_a_process, publish, ratio, resident, target  # noqa: E402
 from kernels.attention import segment_attention  # noqa: E402
-from kernels.dispatch import cpu_has_fast_bf16  # noqa: E402
+from kernels.dispatch import cpu_compute_dtype, cpu_has_fast_bf16  # noqa: E402
 from kernels.layout import Layout  # noqa: E402
 from kernels.lm_head import token_loss  # noqa: E402
 from kernels.lora import lora_linears  # noqa: E402
@@ -59,13 +59,13 @@ class Head:
         return 4.0 * self.tokens * self.width * self.vocab
 
 
-HEAD_IMPLS = ("ours", *HEAD_PEERS)
+HEAD_IMPLS, LARGE_HEAD_IMPLS = ("ours", *HEAD_PEERS), ("ours", "cce_compile", "liger_grpo")
 _FEW = 4096 if cpu_has_fast_bf16() else 128
 HEADS = {
     "smollm2_head_fp32": Head(1024, 576, 49152, "float32", HEAD_IMPLS),
     "smollm2_head_bf16": Head(_FEW, 576, 49152, "bfloat16", HEAD_IMPLS),
-    "qwen3_4b_head_fp32": Head(512, 2560, 151936, "float32", ("ours", "cce_compile", "liger_grpo")),
-    "qwen3_4b_head_bf16": Head(512, 2560, 151936, "bfloat16", ("ours",)),
+    "qwen3_4b_head_fp32": Head(512, 2560, 151936, "float32", LARGE_HEAD_IMPLS),
+    "qwen3_4b_head_bf16": Head(512, 2560, 151936, "bfloat16", LARGE_HEAD_IMPLS if cpu_has_fast_bf16() else ("ours",)),
 }
 # (in, outs, tokens) with LoRA r = 16 in fp32
 LINEARS = {"lora_qkv": (576, (576, 192, 192), 2048), "lora_gate_up": (576, (1536, 1536), 2048)}
@@ -167,24 +167,22 @@ def head_error(
 
 
 def gemm_rate(case: Head) -> float:
-    """The best GFLOP/s of plain products of this width, either way round, in fp32 and where it pays in bf16."""
-    best = 0.0
-    dtypes = [torch.float32, torch.bfloat16] if cpu_has_fast_bf16() else [torch.float32]
-    for dtype in dtypes:
-        for rows in (256, 512):
-            for columns in (1024, 2048, 4096):
-                x, w = torch.randn(rows, case.width).to(dtype), torch.randn(columns, case.width).to(dtype)
-                g, out = torch.randn(rows, columns).to(dtype), torch.empty(rows, columns, dtype=dtype)
-                back = torch.empty(rows, case.width, dtype=dtype)
-                for product in (lambda: torch.mm(x, w.T, out=out), lambda: torch.mm(g, w, out=back)):  # noqa: B023
-                    count = max(1, int(2e9 / (rows * columns * case.width)))
-                    product()
-                    for _ in range(3):
-                        start = time.process_time()
-                        for _ in range(count):
-                            product()
-                        spent = time.process_time() - start
-                        best = max(best, 2.0 * rows * columns * case.width * count / spent / 1e9)
+    """The best GFLOP/s of plain products of this width, either way round, in the dtype that this CPU multiplies in."""
+    best, dtype = 0.0, cpu_compute_dtype(getattr(torch, case.dtype))
+    for rows in (256, 512):
+        for columns in (1024, 2048, 4096):
+            x, w = torch.randn(rows, case.width).to(dtype), torch.randn(columns, case.width).to(dtype)
+            g, out = torch.randn(rows, columns).to(dtype), torch.empty(rows, columns, dtype=dtype)
+            back = torch.empty(rows, case.width, dtype=dtype)
+            for product in (lambda: torch.mm(x, w.T, out=out), lambda: torch.mm(g, w, out=back)):  # noqa: B023
+                count = max(1, int(2e9 / (rows * columns * case.width)))
+                product()
+                for _ in range(3):
+                    start = time.process_time()
+                    for _ in range(count):
+                        product()
+                    spent = time.process_time() - start
+                    best = max(best, 2.0 * rows * columns * case.width * count / spent / 1e9)
     return best
 
 

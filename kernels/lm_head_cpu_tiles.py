@@ -15,6 +15,7 @@ instead and e is formed twice: a gradient that needs the logits back would feel 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -26,6 +27,7 @@ from kernels.lm_head_driver import HeadKernel, Rows, combine
 CHUNK = 256  # rows; 512 are no faster and take twice the room (docs/decisions.md)
 NATIVE_COLUMNS = 8192  # of a bf16 product with the weight: some per cent faster than the whole vocabulary at once
 TILE = 2048  # columns: 2 MiB of fp32 logits for 256 rows, in cache between the product and what is made of it
+LN_2 = math.log(2)
 BLOCK = 1 << 18  # elements of fp32 arithmetic at a time
 
 
@@ -128,23 +130,38 @@ def statistics(head: TiledHead, x: torch.Tensor, u: torch.Tensor | None, target:
             head.finish(tile, u, columns)
             here = _targets_here(target, columns)
             chosen[here] = tile[here, target[here] - columns.start]
-            _fold(tile, head.buffer(j, n, columns), peak[j], total[j], moment[j])
+            _fold(tile, head.buffer(j, n, columns), peak[j], total[j], moment[j], native=False)
             continue
         for rows, z, e in head.blocks(tile):
             head.finish(head.divided(z.copy_(tile[rows])), None if u is None else u[rows], columns)
             chosen[rows] = z.gather(1, target[rows, None]).squeeze(1)
-            _fold(z, e, peak[j, rows], total[j, rows], moment[j, rows])
+            _fold(z, e, peak[j, rows], total[j, rows], moment[j, rows], native=True)
             if head.keep and not head.keeps_products:
                 tile[rows] = e
     return combine(peak, total, moment, chosen)
 
 
-def _fold(z: torch.Tensor, e: torch.Tensor, peak: torch.Tensor, total: torch.Tensor, moment: torch.Tensor) -> None:
+def _fold(
+    z: torch.Tensor, e: torch.Tensor, peak: torch.Tensor, total: torch.Tensor, moment: torch.Tensor, *, native: bool
+) -> None:
     """From logits z `[rows, columns]` (overwritten): e = exp(z - peak) and the three numbers of each row."""
     torch.amax(z, dim=1, out=peak)
-    torch.exp(z.sub_(peak[:, None]), out=e)
+    if native:
+        _exponentials(z, peak, e)
+    else:
+        torch.exp(z.sub_(peak[:, None]), out=e)
     torch.sum(e, dim=1, out=total)
     torch.sum(z.mul_(e), dim=1, out=moment)
+    if native:
+        moment.mul_(LN_2)
+
+
+def _exponentials(z: torch.Tensor, peak: torch.Tensor, e: torch.Tensor) -> torch.Tensor:
+    """e = exp(z - peak) by way of 2^x, in less than half the time of exp; z becomes (z - peak) / ln 2.
+
+    The exponent's product with 1 / ln 2 is rounded, which is some 1e-7 of e: nothing beside bf16 products.
+    """
+    return torch.exp2(z.sub_(peak[:, None]).mul_(1 / LN_2), out=e)
 
 
 def _targets_here(target: torch.Tensor, columns: slice) -> torch.Tensor:
@@ -158,7 +175,7 @@ def to_exponentials(head: TiledHead, tile: torch.Tensor, u: torch.Tensor | None,
         return
     for rows, z, e in head.blocks(tile):
         head.finish(head.divided(z.copy_(tile[rows])), None if u is None else u[rows], columns)
-        tile[rows] = torch.exp(z.sub_(stats.peak[rows, None]), out=e)
+        tile[rows] = _exponentials(z, stats.peak[rows], e)
 
 
 def add_product(d_x: torch.Tensor, tile: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
