@@ -70,9 +70,8 @@ def core(sampler: int) -> int:
 
 
 def test_a_core_that_hangs_gives_no_sign_of_life(opened: Bench) -> None:
-    sampler = opened.sampler
+    sampler, hanging = opened.sampler, core(opened.sampler.pid)
     sampler.submit([group(4, 16, tokens=450)])
-    hanging = core(sampler.pid)
     os.kill(hanging, signal.SIGSTOP)
     try:
         time.sleep(2.5)  # a beat that was under way, and the question that stays without an answer
@@ -95,8 +94,10 @@ def test_the_last_error_of_a_sampler_says_whether_another_one_may_do_better(open
             opened.bind(new)
         assert not isinstance(failed.value, SamplerLost)
     else:
+        dying = core(opened.sampler.pid)
+        os.kill(dying, signal.SIGSTOP)  # so that nothing lands before it ends
         opened.sampler.submit([group(5, 4, tokens=450)])
-        os.kill(core(opened.sampler.pid), signal.SIGKILL)
+        os.kill(dying, signal.SIGKILL)
         with pytest.raises(SamplerLost, match="vLLM's own process ended"):
             list(opened.sampler.landed(4, deadline_seconds=10))
     assert gone(processes, 5)

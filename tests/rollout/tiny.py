@@ -13,6 +13,7 @@ from engine.rollout.messages import Group, SamplerConfig, Sampling
 VOCABULARY = 131
 RANK = 4
 SCALE = 0.7
+LONGEST = 2048  # tokens of a sequence: long ones are still running when a starved test process has its turn
 Factors = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -26,7 +27,7 @@ def make_model(folder: Path, *, tied: bool = True) -> Path:
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
-        max_position_embeddings=512,
+        max_position_embeddings=LONGEST,
         tie_word_embeddings=tied,
         initializer_range=0.3,
         eos_token_id=None,
@@ -46,7 +47,7 @@ def config(folder: Path, **changes: object) -> SamplerConfig:
         "model_dir": str(folder),
         "dtype": "float32",
         "device": "cpu",
-        "max_model_len": 512,
+        "max_model_len": LONGEST,
         "max_sequences": 16,
         "kv_cache_mb": 64,
         "gpu_memory_fraction": 0.5,
