@@ -59,7 +59,8 @@ class Head:
         return 4.0 * self.tokens * self.width * self.vocab
 
 
-HEAD_IMPLS, LARGE_HEAD_IMPLS = ("ours", *HEAD_PEERS), ("ours", "cce_compile", "liger_grpo")
+HEAD_IMPLS = ("ours", *HEAD_PEERS)
+LARGE_HEAD_IMPLS = ("ours", "cce_compile", "liger_grpo")
 _FEW = 4096 if cpu_has_fast_bf16() else 128
 HEADS = {
     "smollm2_head_fp32": Head(1024, 576, 49152, "float32", HEAD_IMPLS),

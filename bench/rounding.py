@@ -20,9 +20,9 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
-from bench.plain_gradient import Work, flat, make_work, move_frozen, plain_gradient  # noqa: E402
+from bench.plain_gradient import Work, make_work, plain_gradient  # noqa: E402
 from bench.report import Row, Target, print_rows, publish, ratio, rows_of, target  # noqa: E402
-from bench.train_step import COMPLETION, PROMPTS, our_trainer, recipe_of, resolve_model  # noqa: E402
+from bench.train_step import COMPLETION, PROMPTS, UNCLIPPED, our_gradient, recipe_of, resolve_model  # noqa: E402
 
 PAIRS = {"steep": (0, (6, 0)), "ordinary": (1, (0, 1))}
 """The group, and the two of its completions; the first is rewarded."""
@@ -34,18 +34,10 @@ def pair_of(work: Work, group: int, members: tuple[int, int]) -> Work:
     return Work([work.prompts[group]], [[work.completions[group][m] for m in members]], [[1.0, 0.0]])
 
 
-def our_gradient(work: Work, model_dir: Path, moved: int) -> torch.Tensor:
-    """Our trainer's, flat and in float64, as `plain_gradient` orders it."""
-    trainer = our_trainer(recipe_of(work, "float32", "optim.max_grad_norm=1e30"), model_dir)
-    move_frozen(trainer.policy.model, moved)
-    groups = work.graded()
-    trainer.step(groups, trainer.advantages(groups), 1)
-    return flat([(layer.lora_a.grad, layer.lora_b.grad) for layer in trainer.policy.adapter.layers.values()])
-
-
 def distances(case: str, work: Work, draws: int, model_dir: Path) -> list[Row]:
     """One pair's rows."""
-    lora = recipe_of(work, "float32").lora
+    recipe = recipe_of(work, "float32", UNCLIPPED)
+    lora = recipe.lora
     assert lora is not None  # the quickstart's
     want = plain_gradient(work, model_dir, lora, torch.float64)
 
@@ -54,7 +46,7 @@ def distances(case: str, work: Work, draws: int, model_dir: Path) -> list[Row]:
 
     moved = [error(plain_gradient(work, model_dir, lora, torch.float64, seed)) for seed in range(2)]
     plain = [error(plain_gradient(work, model_dir, lora, torch.float32, seed)) for seed in range(draws)]
-    ours = [error(our_gradient(work, model_dir, seed)) for seed in range(draws)]
+    ours = [error(our_gradient(work, recipe, model_dir, seed)) for seed in range(draws)]
     named = {"float64 moved": moved, "plain fp32": plain, "ours fp32": ours}
     return [row for impl, answers in named.items() for row in rows_of(case, impl, UNIT, answers)]
 

@@ -37,7 +37,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from bench.peer_trl import Clock, Setting, grpo_trainer, missing  # noqa: E402
-from bench.plain_gradient import Work, factor, flat, make_work, plain_gradient  # noqa: E402
+from bench.plain_gradient import Work, factor, flat, make_work, move_frozen, plain_gradient  # noqa: E402
 from bench.report import Answer, Row, Target, in_a_process, least, print_rows, publish, ratio, resident, rows_of, target  # noqa: E402
 from engine.recipe import Recipe  # noqa: E402
 from engine.recipe_file import load  # noqa: E402
@@ -52,6 +52,8 @@ SPEED_UP = {"prompts_128": 1.5, "prompts_512": 3.0}
 MEMORY_SHARE = 1 / 3
 SETTINGS = (*(Setting(n) for n in (1, 2, 4, 8)), Setting(8, checkpointing=True), Setting(1, liger=True))
 OURS = {"ours": (), "ours checkpointing": ("train.checkpointing=true",)}
+UNCLIPPED = "optim.max_grad_norm=1e30"
+"""The clip would scale a gradient that is looked at."""
 GRADIENTS = {"gradient_fp32": "float32", "gradient_bf16": "bfloat16"}
 
 
@@ -151,17 +153,24 @@ def step_trl(work: Work, model_dir: Path, setting: Setting) -> Answer:
     return meter.figures | {"grad_norm": norm, "tokens_forward": padded}
 
 
+def our_gradient(work: Work, recipe: Recipe, model_dir: Path, moved: int | None = None) -> torch.Tensor:
+    """The factors' gradient of one step of our trainer, flat and in float64, as `plain_gradient` gives it."""
+    trainer = our_trainer(recipe, model_dir)
+    if moved is not None:
+        move_frozen(trainer.policy.model, moved)
+    groups = work.graded()
+    trainer.step(groups, trainer.advantages(groups), 1)
+    return flat([(layer.lora_a.grad, layer.lora_b.grad) for layer in trainer.policy.adapter.layers.values()])
+
+
 def gradient_errors(case: str, model_dir: Path, settings: Sequence[str]) -> Answer:
     """Relative L2 errors of our gradient and of the plain model's in the same dtype, against float64."""
     dtype = GRADIENTS[case]
     # bf16 products are emulated on many CPUs, so that batch is small.
     shape = (64, 2, 4, (16, 48)) if dtype == "float32" else (16, 2, 2, (8, 16))
     work = make_work(model_dir, *shape)
-    recipe = recipe_of(work, dtype, *settings, "optim.max_grad_norm=1e30")  # the clip would scale the gradient
-    trainer = our_trainer(recipe, model_dir)
-    groups = work.graded()
-    trainer.step(groups, trainer.advantages(groups), 1)
-    ours = flat([(layer.lora_a.grad, layer.lora_b.grad) for layer in trainer.policy.adapter.layers.values()])
+    recipe = recipe_of(work, dtype, *settings, UNCLIPPED)
+    ours = our_gradient(work, recipe, model_dir)
     assert recipe.lora is not None  # the quickstart's
     want = plain_gradient(work, model_dir, recipe.lora, torch.float64)
     plain = plain_gradient(work, model_dir, recipe.lora, getattr(torch, dtype))

@@ -17,7 +17,7 @@ from kernels.lm_head_cpu_tiles import (
     TILE,
     TiledHead,
     add_product,
-    scaled_product,
+    set_scaled_product,
     statistics,
     to_exponentials,
     to_gradient,
@@ -54,8 +54,8 @@ class CpuHead(TiledHead):
             x, target, a, stats = x[picked], target[picked], a[picked], stats.pick(picked)
             u, b = (None if u is None else u[picked]), (None if b is None else b[picked])
             rows = picked + rows.start if isinstance(rows, slice) else rows[picked]
+        d_x = torch.zeros(x.shape, dtype=self.wide) if sums.hidden is not None else None
         simple = self.native and not self.keeps_products and b is None and sums.weight is None
-        d_x = torch.zeros(x.shape, dtype=self.wide) if sums.hidden is not None and not simple else None
         d_u = torch.zeros(u.shape, dtype=self.wide) if u is not None else None
         for j, columns in self.tiles():
             w = self.rows_of_weight(columns)
@@ -66,8 +66,8 @@ class CpuHead(TiledHead):
                 tile, peak = self.product(x, w, j, columns), stats.peak
                 if not self.keeps_products:
                     to_exponentials(self, tile, u, columns, stats)
-            if simple:
-                d_x = scaled_product(tile, w, stats, a, target)
+            if simple and d_x is not None:
+                set_scaled_product(d_x, tile, w, stats, a, target)
                 continue
             g = to_gradient(self, tile, peak, u, stats, a, b, target, columns)
             self.multiply(g, w, x, u, columns, d_x, d_u, sums)

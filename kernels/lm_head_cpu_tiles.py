@@ -9,7 +9,7 @@ Wide (fp32 or float64 products): a tile is some columns that stay in cache.
 Native (bf16 products, on CPUs that have them): the tile is the whole vocabulary, and the arithmetic happens in fp32
 on blocks of a few rows that stay in cache; e goes back rounded, into the products' place. Where the gradient's rows
 are multiples of those of e but for the target's column, which is the usual case, e itself is multiplied with the
-weight and the rows are scaled afterwards (`scaled_product`). With a soft-cap or LoRA on the head the products stay
+weight and the rows are scaled afterwards (`set_scaled_product`). With a soft-cap or LoRA on the head the products stay
 instead and e is formed twice: a gradient that needs the logits back would feel the rounding of e.
 """
 
@@ -102,6 +102,12 @@ class TiledHead(HeadKernel):
         """Products over the soft-cap or temperature, in place."""
         return z if self.divisor == 1 else z.div_(self.divisor)
 
+    def logits(
+        self, tile: torch.Tensor, rows: slice, u: torch.Tensor | None, columns: slice, into: torch.Tensor
+    ) -> torch.Tensor:
+        """The finished logits of some rows of a native tile that holds products."""
+        return self.finish(self.divided(into.copy_(tile[rows])), None if u is None else u[rows], columns)
+
     def finish(self, z: torch.Tensor, u: torch.Tensor | None, columns: slice) -> torch.Tensor:
         """Add the LoRA part of `u [rows, r]` to divided products in place, and apply the soft-cap."""
         if u is not None and self.b is not None:
@@ -133,7 +139,7 @@ def statistics(head: TiledHead, x: torch.Tensor, u: torch.Tensor | None, target:
             _fold(tile, head.buffer(j, n, columns), peak[j], total[j], moment[j], native=False)
             continue
         for rows, z, e in head.blocks(tile):
-            head.finish(head.divided(z.copy_(tile[rows])), None if u is None else u[rows], columns)
+            head.logits(tile, rows, u, columns, z)
             chosen[rows] = z.gather(1, target[rows, None]).squeeze(1)
             _fold(z, e, peak[j, rows], total[j, rows], moment[j, rows], native=True)
             if head.keep and not head.keeps_products:
@@ -174,8 +180,7 @@ def to_exponentials(head: TiledHead, tile: torch.Tensor, u: torch.Tensor | None,
         head.finish(tile, u, columns).sub_(stats.peak[:, None]).exp_()
         return
     for rows, z, e in head.blocks(tile):
-        head.finish(head.divided(z.copy_(tile[rows])), None if u is None else u[rows], columns)
-        tile[rows] = _exponentials(z, stats.peak[rows], e)
+        tile[rows] = _exponentials(head.logits(tile, rows, u, columns, z), stats.peak[rows], e)
 
 
 def add_product(d_x: torch.Tensor, tile: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -185,18 +190,18 @@ def add_product(d_x: torch.Tensor, tile: torch.Tensor, w: torch.Tensor) -> torch
     return d_x
 
 
-def scaled_product(
-    tile: torch.Tensor, w: torch.Tensor, stats: Rows, a: torch.Tensor, target: torch.Tensor
-) -> torch.Tensor:
-    """dL/dx `[rows, width]` in fp32 from a native tile of exponentials (overwritten) whose rows have a target each.
+def set_scaled_product(
+    d_x: torch.Tensor, tile: torch.Tensor, w: torch.Tensor, stats: Rows, a: torch.Tensor, target: torch.Tensor
+) -> None:
+    """dL/dx `[rows, width]` into d_x, which holds zeros in fp32, from a native tile of exponentials (overwritten).
 
     dL/dx = a (w_target - p W) = a ((1 - p_target) w_target - p' W) with p' = p but 0 at the target. The first form
     would take the difference of two nearly equal rows, one of them rounded, where the target is likely.
     """
     tile[torch.arange(len(target)), target] = 0
     scale = -a * torch.exp(stats.tile_peak[0] - stats.peak - stats.log_sum)
-    d_x = add_product(torch.zeros(len(a), w.shape[1], dtype=a.dtype), tile, w).mul_(scale[:, None])
-    return d_x.addcmul_(w[target].to(a.dtype), (-a * torch.expm1(stats.logprob))[:, None])
+    add_product(d_x, tile, w).mul_(scale[:, None])
+    d_x.addcmul_(w[target].to(d_x.dtype), (-a * torch.expm1(stats.logprob))[:, None])
 
 
 def to_gradient(
@@ -223,12 +228,12 @@ def to_gradient(
         return g.index_put_((here, target[here] - columns.start), a[here], accumulate=True)
     for rows, d, p in head.blocks(tile):
         if head.keeps_products:
-            head.finish(head.divided(d.copy_(tile[rows])), None if u is None else u[rows], columns)
-            torch.exp(d.sub_(tile_peak[rows, None]), out=p)
+            torch.exp(head.logits(tile, rows, u, columns, d).sub_(tile_peak[rows, None]), out=p)
         else:
             p.copy_(tile[rows])
-            # z - tile_peak; where e underflowed to 0 the probability is 0 and any finite value does.
-            torch.clamp_min(p, torch.finfo(p.dtype).tiny, out=d).log_()
+            if b is not None or head.options.softcap is not None:
+                # z - tile_peak; where e underflowed to 0 the probability is 0 and any finite value does.
+                torch.clamp_min(p, torch.finfo(p.dtype).tiny, out=d).log_()
         p.mul_(torch.exp(shift[rows])[:, None])
         if b is None:
             p.mul_(-a[rows, None])

@@ -162,8 +162,8 @@ class AsyncEngine:
         task = self._loop.create_task(work)
         while True:
             done, _ = await asyncio.wait({task}, timeout=LOOK_SECONDS)
-            if done and task.exception() is not None:  # vLLM may fail what waits before it says that its core ended
-                await asyncio.sleep(LOOK_SECONDS)
+            if done and not self._engine.errored and (task.cancelled() or task.exception() is not None):
+                await asyncio.sleep(LOOK_SECONDS)  # vLLM may fail what waits before it says that its core ended
             if self._engine.errored:
                 task.cancel()
                 await asyncio.gather(task, *self._watching, return_exceptions=True)

@@ -7,6 +7,7 @@ import torch
 
 from kernels.dispatch import UnsupportedError
 from kernels.lora import lora_linears
+from kernels.lora_cpu import CHUNK_ROWS
 from tests.kernels.inputs import relative_error
 
 Inputs = tuple[
@@ -59,6 +60,7 @@ CASES = [
     {"tokens": 1},
     {"tokens": 4},
     {"tokens": 200, "width": 24, "outs": (32,), "ranks": (8,)},
+    {"tokens": 2 * CHUNK_ROWS + 77, "bias": True},
 ]
 
 

@@ -101,3 +101,13 @@ def test_the_last_error_of_a_sampler_says_whether_another_one_may_do_better(open
         with pytest.raises(SamplerLost, match="vLLM's own process ended"):
             list(opened.sampler.landed(4, deadline_seconds=10))
     assert gone(processes, 5)
+
+
+def test_a_core_that_ends_under_its_first_request_is_lost_too(tmp_path: Path) -> None:
+    with bench(tmp_path, engine="async", tensor_parallel=2) as made:
+        dying = core(made.sampler.pid)
+        os.kill(dying, signal.SIGSTOP)
+        made.sampler.submit([group(0, 4, tokens=450)])
+        os.kill(dying, signal.SIGKILL)
+        with pytest.raises(SamplerLost, match="vLLM's own process ended"):
+            list(made.sampler.landed(4, deadline_seconds=10))
